@@ -1,6 +1,6 @@
 """Everything that runs on one GPU and knows no process group. CPU tensors run `reference`, CUDA tensors the kernels."""
 
-from nsa_dcp_kernels.index_logits import index_logits
+from nsa_dcp_kernels.index_logits import score_index
 from nsa_dcp_kernels.kv_pack import (
     gather_index_keys,
     pack_latent,
@@ -12,14 +12,17 @@ from nsa_dcp_kernels.localize import localize_topk
 from nsa_dcp_kernels.lse_merge import merge_partials
 from nsa_dcp_kernels.page_gather import gather_pages, remap_to_gathered
 from nsa_dcp_kernels.partial_pack import merge_packed, pack_partials, unpack_partials
+from nsa_dcp_kernels.selection import LocalSelection, attend_selection, localize_selection
 from nsa_dcp_kernels.sparse_mla import attend_sparse
 from nsa_dcp_kernels.topk import select_topk
 
 __all__ = [
+    "LocalSelection",
+    "attend_selection",
     "attend_sparse",
     "gather_index_keys",
     "gather_pages",
-    "index_logits",
+    "localize_selection",
     "localize_topk",
     "merge_packed",
     "merge_partials",
@@ -28,6 +31,7 @@ __all__ = [
     "remap_to_gathered",
     "scatter_index_keys_",
     "scatter_latent_",
+    "score_index",
     "select_topk",
     "unpack_latent",
     "unpack_partials",

@@ -12,7 +12,7 @@ from nsa_dcp_kernels._checks import check, check_tensor
 from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, INDEX_KEY_BYTES, PAGE_SIZE
 
 
-def index_logits(
+def score_index(
     q: torch.Tensor,
     weights: torch.Tensor,
     index_cache: torch.Tensor,
@@ -53,7 +53,7 @@ def index_logits(
     check(max_context_len >= 0, "max_context_len", "not be negative", max_context_len)
     args = (q, weights, index_cache, page_table, row_request, context_lens, max_context_len)
     if q.is_cuda:
-        from nsa_dcp_kernels._deep_gemm import index_logits as launch
+        from nsa_dcp_kernels._deep_gemm import score_index as launch
 
         return launch(*args)
-    return reference.index_logits(*args)
+    return reference.score_index(*args)

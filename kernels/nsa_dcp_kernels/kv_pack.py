@@ -80,7 +80,7 @@ def scatter_latent_(
     """Write new tokens' latents into the rows that one rank owns; the others' tokens leave no trace.
 
     Args:
-        cache: [R, 656] uint8, written packed and quantised exactly once, or [R, 576] bfloat16/float32/float64. Modified.
+        cache: [R, 656] uint8, written packed and quantised exactly once, or [R, 576] bf16/f32/f64. Modified.
         k_nope: [T, 512]. The whole step's tokens, on every rank.
         k_rope: [T, 64].
         slots: [T] int32 or int64. A negative slot is skipped; no two may be equal.
@@ -105,7 +105,7 @@ def scatter_index_keys_(cache: torch.Tensor, keys: torch.Tensor, slots: torch.Te
     """Write new tokens' index keys. The cache spans every slot, so slots are used undivided.
 
     Args:
-        cache: [pages, 64 * 132] uint8 (float8_e4m3 keys with a scale each), or [R, 128] bfloat16/float32/float64. Modified.
+        cache: [pages, 64 * 132] uint8 (float8_e4m3 keys with a scale each), or [R, 128] bf16/f32/f64. Modified.
         keys: [T, 128] bfloat16 or float32 (float64 on a CPU), RoPE applied.
         slots: [T] int32 or int64. A negative slot is skipped; no two may be equal.
 

@@ -236,7 +236,7 @@ def _attend(
 # --- indexer --------------------------------------------------------------------------------------------------------
 
 
-def index_logits(
+def score_index(
     q: torch.Tensor,
     weights: torch.Tensor,
     index_cache: torch.Tensor,
