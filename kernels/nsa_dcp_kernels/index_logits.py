@@ -34,7 +34,8 @@ def score_index(
         max_context_len: width of the result, at least the largest context_lens. A plain int: no device value is read.
 
     Returns:
-        [T, max_context_len] float32 (float64 with float64), -inf at and past context_lens.
+        [T, max_context_len] float32, -inf at and past context_lens. On a CPU the sums are float64, rounded once, so
+        that a row's scores do not depend on the rows beside it and equal sums tie.
 
     Raises:
         ValueError: a shape or dtype is not as above.

@@ -26,8 +26,8 @@ _ATTEND_CHUNK_BYTES = 64 << 20
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _SCALES_AT = KV_LORA_RANK
 _ROPE_AT = KV_LORA_RANK + 4 * NUM_TILES
-# Below the key of -inf in float64 and in float32.
-_UNSEEN, _NAN = -(1 << 63), -(1 << 63) + 1
+# Sort keys below that of -inf.
+_UNSEEN, _NAN = -(1 << 32), -(1 << 32) + 1
 _PAGE_SCALES_AT = PAGE_SIZE * INDEX_HEAD_DIM
 
 
@@ -245,8 +245,9 @@ def score_index(
     context_lens: torch.Tensor,
     max_context_len: int,
 ) -> torch.Tensor:
-    acc = accumulator(q.dtype)
-    logits = torch.full((q.shape[0], max_context_len), float("-inf"), dtype=acc)
+    # Summed in float64 and rounded once: a row's scores must not depend on how a matrix product was blocked, since a
+    # difference in the last bit could order two tokens differently on two ranks, in two batches or in two chunks.
+    logits = torch.full((q.shape[0], max_context_len), float("-inf"))
     for request in torch.unique(row_request).tolist():
         of_request = (row_request == request).nonzero().squeeze(1)
         length = min(int(context_lens[of_request].max()), max_context_len)
@@ -254,13 +255,13 @@ def score_index(
             continue
         positions = torch.arange(length)
         slots = page_table[request].long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-        keys = gather_index_keys(index_cache, slots).to(acc)
-        scores = torch.zeros(len(of_request), length, dtype=acc)
+        keys = gather_index_keys(index_cache, slots).double()
+        scores = torch.zeros(len(of_request), length, dtype=torch.float64)
         for head in range(q.shape[1]):
-            head_scores = torch.relu(q[of_request, head].to(acc) @ keys.T)
-            scores += weights[of_request, head].to(acc).unsqueeze(1) * head_scores
+            head_scores = torch.relu_(q[of_request, head].double() @ keys.T)
+            scores += head_scores.mul_(weights[of_request, head].double().unsqueeze(1))
         seen = positions < context_lens[of_request].unsqueeze(1)
-        logits[of_request, :length] = scores.masked_fill(~seen, float("-inf"))
+        logits[of_request, :length] = scores.float().masked_fill(~seen, float("-inf"))
     return logits
 
 
@@ -283,10 +284,7 @@ def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> 
 
 
 def sortable_keys(scores: torch.Tensor) -> torch.Tensor:
-    """Map scores to int64 keys of the same order: -0.0 equals 0.0, NaN lies below -inf and above `_UNSEEN`."""
-    bits, integer = (torch.int64, 63) if scores.dtype == torch.float64 else (torch.int32, 31)
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    raw = (scores + 0.0).contiguous().view(bits)
-    magnitude = raw & ~(torch.tensor(-1, dtype=bits) << integer)
-    keys = torch.where(raw < 0, -magnitude, magnitude).long()
-    return torch.where(torch.isnan(scores), _NAN, keys)
+    """Map float32 scores to int64 keys of the same order: -0.0 equals 0.0, NaN lies below -inf and above `_UNSEEN`."""
+    raw = (scores + 0.0).contiguous().view(torch.int32).long()
+    magnitude = raw & 0x7FFFFFFF
+    return torch.where(torch.isnan(scores), _NAN, torch.where(raw < 0, -magnitude, magnitude))

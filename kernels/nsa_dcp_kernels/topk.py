@@ -14,7 +14,7 @@ def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> 
     """Select the first `topk` positions of each row in the order (score descending, position ascending).
 
     Args:
-        logits: [T, L] float32 (float64 on a CPU). Never used at or past context_lens, where it may be garbage.
+        logits: [T, L] float32. Never used at or past context_lens, where it may be garbage.
         context_lens: [T] int32. Valid entries per row.
         topk: K, positions to select at most.
 
@@ -24,7 +24,7 @@ def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> 
     Raises:
         ValueError: a shape or dtype is not as above, or topk is below 1.
     """
-    check_tensor(logits, "logits", (None, None), (torch.float32, torch.float64))
+    check_tensor(logits, "logits", (None, None), torch.float32)
     check_tensor(context_lens, "context_lens", (logits.shape[0],), torch.int32, like=logits)
     check(topk >= 1, "topk", "be at least 1", topk)
     if logits.is_cuda:

@@ -1,0 +1,129 @@
+"""The two paged caches of one rank, and the allocator of the widened pages that both are addressed by.
+
+Latent cache: this rank's share of every layer's tokens, `size + page_size` rows. Index-key cache: every token, for the
+layers that own an indexer, `(size + page_size) * dcp_size` slots. The first widened page is never handed out: padding
+may be written there.
+"""
+
+import torch
+
+from nsa_dcp.layout import widened_page_size
+from nsa_dcp_kernels import scatter_index_keys_, scatter_latent_
+from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, INDEX_KEY_BYTES, LATENT_BYTES, LATENT_DIM, PAGE_SIZE
+
+STORAGE_DTYPES = {
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8_e4m3": torch.uint8,
+}
+
+
+class LatentCache:
+    """One rank's share of the MLA latents.
+
+    layers: one tensor per layer: [size + page_size, 656] uint8 (packed FP8) or [size + page_size, 576].
+    """
+
+    def __init__(
+        self, num_layers: int, size: int, dtype: torch.dtype, device: torch.device, dcp_size: int, dcp_rank: int
+    ) -> None:
+        """Allocate.
+
+        Args:
+            num_layers: layers.
+            size: rows that tokens can use on this rank, a multiple of the page size.
+            dtype: torch.uint8 for packed FP8, else a floating-point dtype.
+            device: where.
+            dcp_size, dcp_rank: this rank's place.
+        """
+        width = LATENT_BYTES if dtype == torch.uint8 else LATENT_DIM
+        shape = (size + PAGE_SIZE, width)
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.dcp_size, self.dcp_rank = dcp_size, dcp_rank
+
+    def write(self, layer: int, k_nope: torch.Tensor, k_rope: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep the tokens that this rank owns, quantised at most once.
+
+        Args:
+            layer: index.
+            k_nope: [T, 512]. The whole step's tokens.
+            k_rope: [T, 64].
+            slots: [T] int32; -1 is skipped.
+        """
+        scatter_latent_(self.layers[layer], k_nope, k_rope, slots, self.dcp_size, self.dcp_rank)
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of one token in one layer."""
+        return self.layers[0].shape[1] * self.layers[0].itemsize
+
+
+class IndexKeyCache:
+    """Every token's index key, on every rank, for the layers that own an indexer.
+
+    layers: layer index -> [pages, 64 * 132] uint8 (FP8 keys with a scale each) or [slots, 128].
+    """
+
+    def __init__(
+        self, owning_layers: list[int], size: int, dtype: torch.dtype, device: torch.device, dcp_size: int
+    ) -> None:
+        """Allocate.
+
+        Args:
+            owning_layers: layers that own an indexer; the others reuse an earlier layer's selection.
+            size: rows that tokens can use on one rank's *latent* cache; this cache spans all ranks' slots.
+            dtype: torch.uint8 for FP8, else a floating-point dtype.
+            device: where.
+            dcp_size: ranks that share the latents.
+        """
+        slots = (size + PAGE_SIZE) * dcp_size
+        shape = (slots // PAGE_SIZE, PAGE_SIZE * INDEX_KEY_BYTES) if dtype == torch.uint8 else (slots, INDEX_HEAD_DIM)
+        self.layers = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in owning_layers}
+
+    def write(self, layer: int, keys: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep the whole step's index keys.
+
+        Args:
+            layer: index of a layer that owns an indexer.
+            keys: [T, 128].
+            slots: [T] int32, undivided; -1 is skipped.
+        """
+        scatter_index_keys_(self.layers[layer], keys, slots)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all owning layers."""
+        per_layer = {
+            INDEX_KEY_BYTES if cache.dtype == torch.uint8 else INDEX_HEAD_DIM * cache.itemsize
+            for cache in self.layers.values()
+        }
+        return per_layer.pop() * len(self.layers) if per_layer else 0
+
+
+class PageAllocator:
+    """Hands out widened pages. Deterministic, so that every rank hands out the same ones without talking."""
+
+    def __init__(self, size: int, dcp_size: int) -> None:
+        """Args: size, rows that tokens can use on one rank; dcp_size, ranks that share the latents."""
+        self.page_slots = widened_page_size(dcp_size)
+        self.num_pages = size // PAGE_SIZE + 1
+        self._free = list(range(self.num_pages - 1, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Widened pages that can be handed out now."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` widened pages.
+
+        Raises:
+            ValueError: fewer are free.
+        """
+        if count > len(self._free):
+            raise ValueError(f"count must be at most the {len(self._free)} free pages, got {count}")
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, pages: list[int]) -> None:
+        """Take pages back."""
+        self._free.extend(reversed(pages))

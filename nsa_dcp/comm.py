@@ -1,0 +1,145 @@
+"""The step's collectives, over a group that the caller hands in. A group of one rank, or None, communicates nothing."""
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+from nsa_dcp.config import COMM_BACKENDS
+from nsa_dcp_kernels import merge_packed, pack_partials
+from nsa_dcp_kernels.reference import accumulator
+
+Group = dist.ProcessGroup | None
+
+
+def size_of(group: Group) -> int:
+    """Ranks in a group; 1 for None."""
+    return 1 if group is None else group.size()
+
+
+def rank_in(group: Group) -> int:
+    """This process's rank in a group; 0 for None."""
+    return 0 if group is None else group.rank()
+
+
+def connect(init_method: str, rank: int, world_size: int, device_type: str, timeout_s: float) -> None:
+    """Join the world of ranks: gloo for CPU tensors, NCCL for CUDA tensors.
+
+    Args:
+        init_method: where the ranks meet, such as "file:///path" or "tcp://127.0.0.1:port".
+        rank, world_size: this process's place.
+        device_type: "cpu" or "cuda".
+        timeout_s: seconds after which a collective that some rank never joined raises.
+    """
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def disconnect() -> None:
+    """Leave the world of ranks."""
+    dist.destroy_process_group()
+
+
+def contiguous_group(group_size: int) -> Group:
+    """Cut the world into groups of consecutive ranks and return this rank's. Every rank must call it, in one order."""
+    if group_size == 1:
+        return None
+    world = dist.get_world_size()
+    starts = range(0, world, group_size)
+    groups = [dist.new_group(list(range(start, start + group_size))) for start in starts]
+    return groups[dist.get_rank() // group_size]
+
+
+def barrier() -> None:
+    """Wait until every rank of the world is here."""
+    dist.barrier()
+
+
+def all_gather(local: torch.Tensor, group: Group) -> torch.Tensor:
+    """Gather equally shaped tensors.
+
+    Args:
+        local: any shape and dtype, the same on every rank.
+        group: ranks to gather from.
+
+    Returns:
+        [N, *local.shape], in rank order.
+    """
+    if size_of(group) == 1:
+        return local.unsqueeze(0)
+    gathered = local.new_empty(group.size(), *local.shape)
+    dist.all_gather_into_tensor(gathered.flatten(0, 1) if local.dim() else gathered, local.contiguous(), group=group)
+    return gathered
+
+
+def all_reduce(values: torch.Tensor, group: Group) -> torch.Tensor:
+    """Sum over the group; `values` itself is overwritten where the group has several ranks."""
+    if size_of(group) > 1:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+def gather_heads(q: torch.Tensor, group: Group) -> torch.Tensor:
+    """Gather the query heads of a DCP group.
+
+    Args:
+        q: [T, H, D]. This rank's heads.
+        group: the DCP group.
+
+    Returns:
+        [T, N * H, D], heads in rank order.
+    """
+    if size_of(group) == 1:
+        return q
+    return all_gather(q, group).transpose(0, 1).flatten(1, 2)
+
+
+def merge_heads(out: torch.Tensor, lse: torch.Tensor, group: Group, comm_backend: str) -> torch.Tensor:
+    """Merge the ranks' partial results and keep this rank's heads.
+
+    Args:
+        out: [T, N * H, D]. All heads, attended to this rank's tokens.
+        lse: [T, N * H] float32 (float64 with a float64 `out`), natural log, -inf where this rank had no token.
+        group: the DCP group.
+        comm_backend: "a2a" exchanges (out, lse) packed in one message and merges locally; "ag_rs" gathers lse, scales
+            locally and reduce-scatters.
+
+    Returns:
+        [T, H, D], dtype of `out`: zeros where no rank had a token.
+
+    Raises:
+        ValueError: the backend is unknown.
+    """
+    if comm_backend not in COMM_BACKENDS:
+        raise ValueError(f"dcp_comm_backend must be one of {', '.join(COMM_BACKENDS)}, got {comm_backend!r}")
+    if size_of(group) == 1:
+        return out.masked_fill((lse == float("-inf")).unsqueeze(-1), 0.0)
+    if not out.shape[0]:
+        return out[:, : out.shape[1] // group.size()]
+    return _merge_a2a(out, lse, group) if comm_backend == "a2a" else _merge_ag_rs(out, lse, group)
+
+
+def _merge_a2a(out: torch.Tensor, lse: torch.Tensor, group: Group) -> torch.Tensor:
+    sent = pack_partials(out, lse, group.size())
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), group=group)
+    return merge_packed(received, out.dtype)[0]
+
+
+def _merge_ag_rs(out: torch.Tensor, lse: torch.Tensor, group: Group) -> torch.Tensor:
+    lse = lse.masked_fill(~torch.isfinite(lse), float("-inf"))
+    total = torch.logsumexp(all_gather(lse, group), dim=0)
+    empty = lse == float("-inf")
+    # Replaced, not multiplied by 0: what an empty partial holds may be NaN.
+    weight = torch.exp(lse - total).masked_fill(empty, 0.0).unsqueeze(-1)
+    scaled = out.to(accumulator(out.dtype)).masked_fill(empty.unsqueeze(-1), 0.0) * weight
+    num_tokens, _, dim = out.shape
+    chunks = scaled.view(num_tokens, group.size(), -1, dim).transpose(0, 1).contiguous()
+    merged = torch.empty_like(chunks[0])
+    dist.reduce_scatter_tensor(merged, chunks.flatten(0, 1), group=group)
+    return merged.to(out.dtype)

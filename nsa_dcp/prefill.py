@@ -1,0 +1,89 @@
+"""CP-DCP prefill attention: gather whole pages as bytes, then attend to the rank's own query tokens with all heads.
+
+The chunk's rows were quantised once, by the ordinary cache write. Here nothing is dequantised or quantised: one
+all-gather of the pages that the step's requests use yields prefix and chunk in a temporary buffer of the same format.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from nsa_dcp import comm
+from nsa_dcp_kernels import attend_sparse, gather_pages, remap_to_gathered
+from nsa_dcp_kernels.kv_format import PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class GatheredPages:
+    """Which pages a step gathers, and where each stands.
+
+    pages: [P] int32. Widened pages of all the step's requests. The same on every rank.
+    page_pos: [num_widened_pages] int32. A page's place in `pages`, -1 where it is not gathered.
+    """
+
+    pages: torch.Tensor
+    page_pos: torch.Tensor
+
+    @property
+    def local_rows(self) -> int:
+        """Rows that each rank contributes."""
+        return self.pages.shape[0] * PAGE_SIZE
+
+
+def plan_pages(page_table: torch.Tensor, page_counts: list[int], num_widened_pages: int) -> GatheredPages:
+    """List the pages that a step needs.
+
+    Args:
+        page_table: [B, P] int32, widened pages.
+        page_counts: pages in use of each request, prefix and chunk.
+        num_widened_pages: pages of the pool, the reserved one included.
+
+    Returns:
+        The step's pages; a page that several requests share is gathered once.
+    """
+    used = [page_table[request, :count] for request, count in enumerate(page_counts)]
+    pages = torch.unique(torch.cat(used)) if used else page_table.new_empty(0)
+    page_pos = torch.full((num_widened_pages,), -1, dtype=torch.int32, device=page_table.device)
+    page_pos[pages.long()] = torch.arange(pages.shape[0], dtype=torch.int32, device=page_table.device)
+    return GatheredPages(pages.to(torch.int32), page_pos)
+
+
+def gather_rows(kv_rows: torch.Tensor, plan: GatheredPages, group: comm.Group) -> torch.Tensor:
+    """Gather the planned pages from every rank.
+
+    Args:
+        kv_rows: this rank's cache rows of one layer, [R, W].
+        plan: the step's pages.
+        group: the DCP group.
+
+    Returns:
+        [N * local_rows, W], dtype of `kv_rows`. Rows that no token was written to hold whatever the cache held: only
+        rows that a selection names may be read.
+    """
+    return comm.all_gather(gather_pages(kv_rows, plan.pages), group).flatten(0, 1)
+
+
+def attend_gathered(
+    q: torch.Tensor,
+    gathered: torch.Tensor,
+    topk_slots: torch.Tensor,
+    plan: GatheredPages,
+    dcp_size: int,
+    sm_scale: float,
+) -> torch.Tensor:
+    """Attend to a selection over the gathered buffer.
+
+    Args:
+        q: [T, H_all, 576]. All heads of this rank's query tokens.
+        gathered: `gather_rows`' result.
+        topk_slots: [T, K] int32, -1 padded at the end.
+        plan: the step's pages.
+        dcp_size: ranks that contributed.
+        sm_scale: multiplies q . k before the softmax.
+
+    Returns:
+        [T, H_all, 512], dtype of `q`.
+    """
+    rows = remap_to_gathered(topk_slots, plan.page_pos, dcp_size, plan.local_rows)
+    length = (topk_slots >= 0).sum(-1, dtype=torch.int32)
+    return attend_sparse(q, gathered, rows, length, sm_scale)[0]
