@@ -35,6 +35,7 @@ def merge_partials(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, 
     check_tensor(out, "out", (None, None, None, None), FLOATS)
     check_tensor(lse, "lse", tuple(out.shape[:3]), reference.accumulator(out.dtype), like=out)
     check(out.shape[0] >= 1, "out", "hold at least one partial", out.shape[0])
+    check(not (out.is_cuda and out.dtype == torch.float64), "out", "not be float64 on a GPU", out.dtype)
     if out.is_cuda:
         from nsa_dcp_kernels._triton.lse_merge import merge_partials as launch
 

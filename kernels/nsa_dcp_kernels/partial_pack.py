@@ -24,9 +24,11 @@ def pack_partials(out: torch.Tensor, lse: torch.Tensor, dcp_size: int) -> torch.
 
     Raises:
         ValueError: a shape or dtype is not as above.
+        NotImplementedError: on a GPU, a head's output is not a whole number of 4-byte words.
     """
     check_tensor(out, "out", (None, None, None), FLOATS)
     check_tensor(lse, "lse", tuple(out.shape[:2]), reference.accumulator(out.dtype), like=out)
+    _check_on_gpu(out, out.dtype)
     check(dcp_size >= 1 and out.shape[1] % dcp_size == 0, "out", f"have a multiple of {dcp_size} heads", out.shape[1])
     if out.is_cuda:
         from nsa_dcp_kernels._triton.partial_pack import pack_partials as launch
@@ -48,6 +50,7 @@ def unpack_partials(packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
 
     Raises:
         ValueError: a shape or dtype is not as above.
+        NotImplementedError: on a GPU, a head's output is not a whole number of 4-byte words.
     """
     _check_packed(packed, dtype)
     if packed.is_cuda:
@@ -60,9 +63,10 @@ def unpack_partials(packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
 def merge_packed(packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge exchanged messages without taking them apart first: `merge_partials(*unpack_partials(packed, dtype))`.
 
-    Args and errors: as `unpack_partials`. Returns: as `merge_partials`.
+    Args and errors: as `unpack_partials`, and a ValueError if N is 0. Returns: as `merge_partials`.
     """
     _check_packed(packed, dtype)
+    check(packed.shape[0] >= 1, "packed", "hold at least one partial", packed.shape[0])
     if packed.is_cuda:
         from nsa_dcp_kernels._triton.partial_pack import merge_packed as launch
 
@@ -73,5 +77,10 @@ def merge_packed(packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
 def _check_packed(packed: torch.Tensor, dtype: torch.dtype) -> None:
     check_tensor(packed, "packed", (None, None, None, None), torch.uint8)
     check(dtype in FLOATS, "dtype", "be a floating-point dtype", dtype)
+    _check_on_gpu(packed, dtype)
     out_bytes = packed.shape[3] - reference.accumulator(dtype).itemsize
     check(out_bytes > 0 and out_bytes % dtype.itemsize == 0, "packed", "hold whole values and a lse", packed.shape[3])
+
+
+def _check_on_gpu(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    check(not (tensor.is_cuda and dtype == torch.float64), "dtype", "not be float64 on a GPU", dtype)
