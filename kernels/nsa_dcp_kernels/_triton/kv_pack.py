@@ -4,8 +4,8 @@ A program holds a few tokens, so that a prefill chunk's programs all run at once
 that is not written costs its slot load: its latent is neither loaded nor quantised.
 
 Divisions are IEEE (`div_rn`), as the reference's are, so a byte does not depend on the device that quantised it.
-Triton's `/` would become a multiplication by the rounded 1/448 and an approximate reciprocal, each of which may be a unit
-in the last place away.
+Triton's `/` would become a multiplication by the rounded 1/448 and an approximate reciprocal, each of which may be a
+unit in the last place away.
 """
 
 import torch

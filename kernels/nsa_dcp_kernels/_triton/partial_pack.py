@@ -1,7 +1,7 @@
 """Kernels of the messages that `a2a` exchanges.
 
-A packed row is D * itemsize + 4 bytes, so rows are aligned to 4 bytes and no more: everything moves as 4-byte words, and
-a word of a 16-bit dtype is a pair of values.
+A packed row is D * itemsize + 4 bytes, so rows are aligned to 4 bytes and no more: everything moves as 4-byte words,
+and a word of a 16-bit dtype is a pair of values.
 """
 
 import torch

@@ -1,0 +1,82 @@
+"""What every test gets: a seed, poisoned `torch.empty`, and skips that say what is needed."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import random
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nsa_dcp.testing.cases import poison_
+
+# Triton decides between compiling and interpreting when it is imported, so before any test imports it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+SGLANG_VERSION = "0.5.23"
+_OURS = ("nsa_dcp", "nsa_dcp_kernels")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker in item.iter_markers():
+            reason = _missing(marker)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _poison_uninitialised_memory() -> Iterator[None]:
+    """What our packages allocate and do not write reads as NaN, not as whatever was there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", _poisoning(torch.empty))
+        patch.setattr(torch, "empty_like", _poisoning(torch.empty_like))
+        patch.setattr(torch.Tensor, "new_empty", _poisoning(torch.Tensor.new_empty))
+        yield
+
+
+def _poisoning(allocate):
+    @functools.wraps(allocate)
+    def allocate_poisoned(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return poison_(tensor) if caller.split(".")[0] in _OURS else tensor
+
+    return allocate_poisoned
+
+
+@functools.cache
+def _missing(marker: pytest.Mark) -> str | None:
+    """Return what a marked test needs and this machine lacks."""
+    if marker.name == "gpu" and not _has_hopper():
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if marker.name == "multi_gpu" and not _has_ranks(marker.args[0]):
+        return f"needs {marker.args[0]} GPUs, or one GPU with NCCL >= 2.30"
+    if marker.name == "sglang" and not _has_sglang():
+        return f"needs sglang {SGLANG_VERSION}: pip install sglang=={SGLANG_VERSION}"
+    return None
+
+
+def _has_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def _has_ranks(count: int) -> bool:
+    if torch.cuda.device_count() >= count:
+        return True
+    return torch.cuda.is_available() and torch.cuda.nccl.version() >= (2, 30)
+
+
+def _has_sglang() -> bool:
+    found = importlib.util.find_spec("sglang") is not None
+    return found and importlib.metadata.version("sglang") == SGLANG_VERSION
