@@ -55,7 +55,6 @@ def _poisoning(allocate):
     return allocate_poisoned
 
 
-@functools.cache
 def _missing(marker: pytest.Mark) -> str | None:
     """Return what a marked test needs and this machine lacks."""
     if marker.name == "gpu" and not _has_hopper():
@@ -67,6 +66,7 @@ def _missing(marker: pytest.Mark) -> str | None:
     return None
 
 
+@functools.cache
 def _has_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -77,6 +77,7 @@ def _has_ranks(count: int) -> bool:
     return torch.cuda.is_available() and torch.cuda.nccl.version() >= (2, 30)
 
 
+@functools.cache
 def _has_sglang() -> bool:
     found = importlib.util.find_spec("sglang") is not None
     return found and importlib.metadata.version("sglang") == SGLANG_VERSION
