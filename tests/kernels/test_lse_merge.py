@@ -27,7 +27,7 @@ SHAPES = [
 
 
 def attend(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention by its textbook formula: scores [T, H, S], values [S, D]; nothing attended is out 0, lse -inf."""
+    """Softmax attention by its textbook formula: scores [T, H, S], values [S, D]; no tokens give out 0 and lse -inf."""
     if not scores.shape[-1]:
         return scores.new_zeros(*scores.shape[:2], values.shape[1]), scores.new_full(scores.shape[:2], -math.inf)
     weight = scores.exp()
@@ -78,7 +78,7 @@ def test_base_two_lse_misses_by_far_more_than_the_tolerance():
 
 @pytest.mark.parametrize("spelling", [-math.inf, math.inf, math.nan], ids=str)
 def test_empty_partial_is_never_used_however_it_is_spelled(spelling):
-    """Kernels leave undefined outputs where nothing was attended: vllm-project/vllm 46076, flashinfer-ai/flashinfer 4975."""
+    """Kernels leave what nothing attended to undefined: vllm-project/vllm 46076, flashinfer-ai/flashinfer 4975."""
     out, lse, _ = split_attention([4, 5, 6], torch.float32)
     alone = merge_partials(out[[0, 2]], lse[[0, 2]])
     lse[1] = spelling

@@ -142,5 +142,5 @@ def test_message_of_another_dtype_is_refused():
 
 
 def test_kernel_refuses_outputs_of_half_words(device):
-    with pytest.raises(NotImplementedError, match="an even head dim with torch.bfloat16, got 65"):
+    with pytest.raises(NotImplementedError, match=r"an even head dim with torch\.bfloat16, got 65"):
         kernels.pack_partials(torch.zeros(2, 4, 65, dtype=torch.bfloat16, device=device), torch.zeros(2, 4), 2)

@@ -37,8 +37,10 @@ SMALLEST_NORMAL = tl.constexpr(torch.finfo(torch.float32).tiny)
 def _quantise(values):
     """[T, tiles, D] float32 -> ([T, tiles, D] uint8 bits of float8_e4m3, [T, tiles] float32 scales)."""
     scale = tl.div_rn(tl.max(tl.abs(values), axis=2), FP8_MAX)
-    scale = tl.where(scale < SMALLEST_NORMAL, 1.0, scale)
-    scaled = values * tl.div_rn(1.0, scale)[:, :, None]
+    vanishing = scale < SMALLEST_NORMAL
+    scale = tl.where(vanishing, 1.0, scale)
+    inverse = tl.where(vanishing, 0.0, tl.div_rn(1.0, scale))
+    scaled = values * inverse[:, :, None]
     scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale
 
