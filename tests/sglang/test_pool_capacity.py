@@ -5,13 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
-from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
-from sglang.srt.runtime_context import reset_context
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.test.parallel_groups import publish
 
 from nsa_dcp.capacity import GIB, plan
 from nsa_dcp.model_dims import read_config
@@ -54,6 +47,12 @@ DTYPES = {"fp8_e4m3": (torch.float8_e4m3fn, "fp8_e4m3"), "bf16": (torch.bfloat16
 @pytest.fixture
 def sglang_server(tmp_path, monkeypatch):
     """Resolve a server's arguments as on a Hopper node; returns what sglang's configurator reads of it."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import reset_context
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.test.parallel_groups import publish
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
@@ -108,6 +107,8 @@ def sglang_server(tmp_path, monkeypatch):
 def test_the_planned_pool_is_the_one_that_sglang_sizes(
     sglang_server, tmp_path, config, dcp_size, kv_cache_dtype, draft_layers
 ):
+    from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
+
     server = sglang_server(config, dcp_size, kv_cache_dtype, draft_layers)
     configurator = create_memory_pool_configurator(server)
     # An awkward number of bytes: rounding to whole rows and pages has to agree too.
@@ -128,6 +129,8 @@ def test_the_planned_pool_is_the_one_that_sglang_sizes(
 def test_the_pool_that_sglang_builds_holds_the_planned_bytes_and_one_reserved_page(
     sglang_server, tmp_path, dcp_size, kv_cache_dtype
 ):
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
     sglang_server(GLM_TYPES, dcp_size, kv_cache_dtype, 0)
     dims = read_config(tmp_path)
     (row,) = plan(dims, gpu_memory_gib=0.02, kv_cache_dtypes=(kv_cache_dtype,), dcp_sizes=(dcp_size,)).rows
@@ -153,6 +156,8 @@ def test_the_pool_that_sglang_builds_holds_the_planned_bytes_and_one_reserved_pa
 
 
 def test_sharded_index_keys_are_not_what_sglang_builds(sglang_server, tmp_path):
+    from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
+
     configurator = create_memory_pool_configurator(sglang_server(GLM, 8, "fp8_e4m3", 0))
     (row,) = plan(
         read_config(tmp_path), gpu_memory_gib=40, kv_cache_dtypes=("fp8_e4m3",), dcp_sizes=(8,), index_shards=8

@@ -1,0 +1,207 @@
+"""`nsa-dcp doctor`: is this machine right, has the plugin taken hold, and what would a `launch_server` command do here?
+
+A command is judged by `validation.find_problems`, the function that refuses it in the server. Doctor itself imports
+neither torch nor sglang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from nsa_dcp.model_dims import PRESETS
+from nsa_dcp.sglang_plugin import machine_checks, server_command
+from nsa_dcp.sglang_plugin.machine_checks import FAILED, OK, SKIPPED, Check
+from nsa_dcp.sglang_plugin.server_command import ServerCommand
+from nsa_dcp.sglang_plugin.validation import (
+    HOPPER,
+    SPARSE_BACKEND,
+    ModelFacts,
+    Problem,
+    concerns_us,
+    find_problems,
+    head_bucket,
+)
+
+_MARKS = {OK: "ok     ", FAILED: "FAILED ", SKIPPED: "skipped", machine_checks.WARNING: "warning"}
+
+
+@dataclass(frozen=True)
+class CommandVerdict:
+    """What a command would do.
+
+    Args:
+        served_by: `nsa-dcp`, or `sglang` when nsa-dcp leaves the command alone.
+        facts: what would run, in words, one fact each.
+        problems: why it would be refused; empty when it would start.
+        notes: limits of the judgement itself.
+    """
+
+    served_by: str
+    facts: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+
+def add_doctor_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add `doctor` to the `nsa-dcp` parser; `args.run(args)` returns the exit status."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this machine, the plugin and a launch_server command",
+        description=__doc__.split("\n\n")[0],
+        epilog="exit status: 0 all is well, 1 something failed or the command would be refused, 2 doctor was misused",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--command-only", action="store_true", help="judge the command, do not look at the machine")
+    parser.add_argument(
+        "--no-imports", action="store_true", help="do not try imports: fast, and blind to broken packages"
+    )
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--config", metavar="FILE", help="the model's config.json, when --model-path is not on this machine"
+    )
+    model.add_argument("--preset", metavar="NAME", help=f"or one of {', '.join(PRESETS)}")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="`python -m sglang.launch_server ...`, or its flags",
+    )
+    parser.set_defaults(run=run_doctor)
+    return parser
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Print the findings; 0 when all is well, 1 when something failed or the command is refused, 2 when misused."""
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if args.command_only and not words:
+        print(
+            "nsa-dcp doctor: --command-only must be followed by -- and a launch_server command, got none",
+            file=sys.stderr,
+        )
+        return 2
+    checks = [] if args.command_only else examine_machine(try_imports=not args.no_imports)
+    verdict = None
+    if words:
+        try:
+            command = read_command(words, use_sglang=not args.no_imports)
+            verdict = judge_command(command, *_model_facts(command, args.config, args.preset))
+        except (ValueError, OSError) as error:
+            print(f"nsa-dcp doctor: {error}", file=sys.stderr)
+            return 2
+    failed = any(check.status == FAILED for check in checks) or bool(verdict and verdict.problems)
+    if args.json:
+        report = {"ok": not failed, "checks": [asdict(check) for check in checks], "command": _as_dict(verdict)}
+        print(json.dumps(report, indent=2))
+    else:
+        print(format_report(checks, verdict))
+    return 1 if failed else 0
+
+
+def examine_machine(
+    *, try_imports: bool, ask: Callable[[Sequence[str]], dict[str, object] | str] = machine_checks.ask_probe
+) -> list[Check]:
+    """Every check of this machine, in the order in which to fix things."""
+    checks = [*machine_checks.check_packages(), *machine_checks.check_gpus()]
+    if try_imports:
+        checks += machine_checks.check_imports(ask)
+        checks.append(machine_checks.check_plugin(ask))
+    return checks
+
+
+def read_command(
+    words: Sequence[str],
+    *,
+    use_sglang: bool,
+    ask: Callable[[Sequence[str]], dict[str, object] | str] = machine_checks.ask_probe,
+) -> ServerCommand:
+    """Read a command with sglang's own parser where sglang is installed, else with the partial one.
+
+    ValueError: the words are not a launch_server command; the message is sglang's where its parser was used.
+    """
+    arguments = server_command.strip_launcher(words)
+    if not use_sglang or machine_checks.installed_version("sglang") is None:
+        return server_command.read_without_sglang(arguments)
+    answer = ask(("command", *arguments))
+    if isinstance(answer, str):
+        raise ValueError(f"sglang could not read the command: {answer}")
+    return server_command.command_from_fields(answer, partial=False)
+
+
+def judge_command(command: ServerCommand, model: ModelFacts, source: str) -> CommandVerdict:
+    """What a command would do on a Hopper node. `source` says where the model's facts come from."""
+    settings = command.settings
+    notes = [f"model facts from {source}", "judged as on a Hopper GPU (9.0)"]
+    if command.partial:
+        notes.append(
+            "sglang was not used to read the command: only the flags that nsa-dcp judges were read"
+            + (f", not {' '.join(command.unread)}" if command.unread else "")
+        )
+    if not concerns_us(settings, model, HOPPER):
+        reason = (
+            "--dcp-size is 1" if settings.dcp_size <= 1 else f"{model.architecture or 'the model'} is not a DSA model"
+        )
+        return CommandVerdict(
+            "sglang", (f"{reason}: nsa-dcp leaves this command to sglang as it is",), (), tuple(notes)
+        )
+    problems = tuple(find_problems(settings, model, HOPPER))
+    if problems:
+        return CommandVerdict("nsa-dcp", (), problems, tuple(notes))
+    cp, groups = settings.attn_cp_size > 1, settings.tp_size // settings.dcp_size
+    local_heads = model.num_attention_heads // (settings.tp_size // settings.attn_dp_size // settings.attn_cp_size)
+    gathered = model.num_attention_heads if cp else local_heads * settings.dcp_size
+    facts = [
+        f"mode: {'CP-DCP' if cp else 'TP-DCP'}, {groups} DCP group(s) of {settings.dcp_size} GPUs",
+        f"heads: {local_heads} per rank, {gathered} gathered, in FlashMLA's {head_bucket(gathered)}-head kernel",
+        f"backends: prefill {settings.dsa_prefill_backend or SPARSE_BACKEND}, "
+        f"decode {settings.dsa_decode_backend or SPARSE_BACKEND}",
+        f"merge: {settings.dcp_comm_backend or 'a2a'}",
+        f"KV cache: {settings.kv_cache_dtype}"
+        + (", which sglang resolves to bfloat16 on Hopper" if settings.kv_cache_dtype == "auto" else ""),
+    ]
+    return CommandVerdict("nsa-dcp", tuple(facts), (), tuple(notes))
+
+
+def format_report(checks: Sequence[Check], verdict: CommandVerdict | None) -> str:
+    """The findings as text."""
+    width = max((len(check.name) for check in checks), default=0)
+    lines = []
+    for check in checks:
+        lines.append(f"{_MARKS[check.status]}  {check.name:<{width}}  {check.found}")
+        if check.fix:
+            lines.append(f"{'':<9}{'':<{width}}  fix: {check.fix}")
+    if verdict is not None:
+        if lines:
+            lines.append("")
+        if verdict.problems:
+            lines.append(f"this command would be refused, for {len(verdict.problems)} reason(s):")
+            lines += [f"  {number}. {problem}" for number, problem in enumerate(verdict.problems, 1)]
+        else:
+            lines.append(f"this command would start, served by {verdict.served_by}:")
+            lines += [f"  {fact}" for fact in verdict.facts]
+        lines += [f"  note: {note}" for note in verdict.notes]
+    return "\n".join(lines)
+
+
+def _model_facts(command: ServerCommand, config: str | None, preset: str | None) -> tuple[ModelFacts, str]:
+    if preset is not None:
+        return server_command.preset_model_facts(preset), f"preset {preset}"
+    if config is not None:
+        return server_command.read_model_facts(config), config
+    if command.settings.dcp_size <= 1:
+        return ModelFacts(is_dsa=False), "nothing: --dcp-size is 1"
+    if command.model_path is None:
+        raise ValueError(
+            "the command must name a model with --model-path, or give doctor --config or --preset, got neither"
+        )
+    try:
+        return server_command.read_model_facts(command.model_path), command.model_path
+    except ValueError as error:
+        raise ValueError(f"{error}; when the model is not on this machine give doctor --config or --preset") from error
+
+
+def _as_dict(verdict: CommandVerdict | None) -> dict[str, object] | None:
+    return None if verdict is None else {"refused": bool(verdict.problems), **asdict(verdict)}

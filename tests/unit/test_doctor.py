@@ -1,0 +1,281 @@
+"""Doctor without sglang: what it finds, what it says about broken packages, and how it judges a command."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa_dcp.sglang_plugin import doctor, machine_checks
+from nsa_dcp.sglang_plugin.machine_checks import Check, ask_probe, check_gpus, check_imports, parse_topology
+from nsa_dcp.sglang_plugin.server_command import read_model_facts, read_without_sglang, strip_launcher
+
+ROOT = Path(__file__).parents[2]
+COMMAND_LINE = (
+    "python -m sglang.launch_server --model-path GLM-5.2 --tp 8 --dcp-size 8 --kv-cache-dtype fp8_e4m3 --page-size 64 "
+    "--attention-backend nsa --dsa-decode-backend flashmla_kv --dsa-prefill-backend flashmla_kv"
+)
+COMMAND = COMMAND_LINE.split()
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-47
+GPU1\tNV18\t X \tNV18\tSYS\t0-47
+GPU2\tSYS\tNV18\t X \tSYS\t0-47
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+  X    = Self
+"""
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run `doctor`; returns (exit status, stdout, stderr). sglang counts as absent."""
+    installed = machine_checks.installed_version
+    monkeypatch.setattr(machine_checks, "installed_version", lambda name: None if name == "sglang" else installed(name))
+
+    def _run(*argv):
+        parser = argparse.ArgumentParser(prog="nsa-dcp")
+        doctor.add_doctor_parser(parser.add_subparsers(required=True))
+        args = parser.parse_args(["doctor", *map(str, argv)])
+        status = args.run(args)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return _run
+
+
+def judge(run, *more, preset="glm-5.2"):
+    status, out, _ = run("--command-only", "--json", "--preset", preset, "--", *COMMAND, *more)
+    return status, json.loads(out)["command"]
+
+
+def test_a_good_command_passes_and_says_what_would_run(run):
+    status, verdict = judge(run)
+    assert (status, verdict["refused"], verdict["served_by"]) == (0, False, "nsa-dcp")
+    facts = " | ".join(verdict["facts"])
+    assert "TP-DCP, 1 DCP group(s) of 8 GPUs" in facts
+    assert "8 per rank, 64 gathered, in FlashMLA's 64-head kernel" in facts
+    assert "128-head kernel" in " ".join(judge(run, preset="deepseek-v3.2")[1]["facts"])
+
+
+def test_every_reason_of_a_bad_command_is_given_at_once(run):
+    status, verdict = judge(run, "--page-size", "32", "--enable-hisparse", "--dcp-comm-backend", "fi_a2a")
+    assert (status, verdict["refused"]) == (1, True)
+    assert [problem["asked"] for problem in verdict["problems"]] == [
+        "--dcp-comm-backend fi_a2a",
+        "--page-size 32",
+        "--enable-hisparse",
+    ]
+    assert all(problem["reason"] and problem["instead"] for problem in verdict["problems"])
+
+
+def test_a_command_without_dcp_is_left_to_sglang(run):
+    status, verdict = judge(run, "--dcp-size", "1")
+    assert (status, verdict["served_by"]) == (0, "sglang")
+
+
+def test_attention_dp_narrows_the_dcp_group(run):
+    status, verdict = judge(run, "--dp-size", "2", "--enable-dp-attention")
+    assert status == 1
+    assert "inside one attention-DP shard" in verdict["problems"][0]["reason"]
+    assert judge(run, "--dp-size", "2")[0] == 0
+
+
+def test_the_partial_parser_says_what_it_did_not_read(run):
+    _, verdict = judge(run, "--quantization", "w4afp8")
+    assert "not --quantization w4afp8" in verdict["notes"][-1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--command-only"], "--command-only must be followed by -- and a launch_server command"),
+        (["--command-only", "--", *COMMAND], "give doctor --config or --preset"),
+        (["--command-only", "--preset", "glm-9", "--", *COMMAND], "preset must be one of"),
+        (
+            ["--command-only", "--preset", "glm-5.2", "--", *COMMAND, "--page-size", "x"],
+            "the command could not be read",
+        ),
+        (["--command-only", "--preset", "glm-5.2", "--", "vllm", "serve"], "the command must begin with"),
+        (["--command-only", "--", "--dcp-size", "2"], "must name a model with --model-path"),
+    ],
+)
+def test_misuse_is_one_sentence_and_status_2(run, argv, message):
+    status, out, err = run(*argv)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_a_machine_without_gpu_and_sglang_fails_and_says_how_to_mend_it(run, monkeypatch):
+    monkeypatch.setattr(machine_checks.subprocess, "run", _missing)
+    status, out, _ = run("--no-imports", "--json")
+    report = json.loads(out)
+    assert (status, report["ok"]) == (1, False)
+    checks = {check["name"]: check for check in report["checks"]}
+    assert checks["gpu"]["status"] == "failed"
+    assert checks["sglang"] == {
+        "name": "sglang",
+        "status": "failed",
+        "found": "not installed",
+        "fix": "pip install sglang==0.5.23",
+    }
+    text = run("--no-imports")[1]
+    assert "fix: pip install sglang==0.5.23" in text
+
+
+def test_gpus_of_another_kind_are_refused():
+    assert check_gpus(_smi("NVIDIA B200, 10.0, 183359, 580.1"))[0].status == "failed"
+    assert check_gpus(_smi("NVIDIA H200, 9.0, 143771, 580.1"))[0] == Check(
+        "gpu", "ok", "1 x NVIDIA H200, 143771 MiB each, driver 580.1"
+    )
+    mixed = check_gpus(_smi("NVIDIA H200, 9.0, 143771, 580.1\nNVIDIA H20, 9.0, 97871, 580.1"))[0]
+    assert (mixed.status, "GPUs of one kind" in mixed.fix) == ("warning", True)
+
+
+@pytest.mark.parametrize(
+    ("run_smi", "found"),
+    [
+        pytest.param(lambda *_, **__: _done(9, stderr="NVML: Driver mismatch"), "NVML: Driver mismatch", id="error"),
+        pytest.param(lambda *_, **__: _done(0, stdout="\n"), "no GPU", id="empty"),
+        pytest.param(lambda *_, **__: _done(0, stdout="what"), "nvidia-smi answered ['what']", id="garbage"),
+    ],
+)
+def test_a_broken_nvidia_smi_is_a_finding_not_a_crash(run_smi, found):
+    (check,) = check_gpus(run_smi)
+    assert check.status == "failed"
+    assert found in check.found
+
+
+def test_pairs_without_nvlink_are_named():
+    assert parse_topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "NV18"}
+    three = "\n".join(["NVIDIA H200, 9.0, 143771, 580.1"] * 3)
+    link = check_gpus(_smi(three, TOPOLOGY))[1]
+    assert (link.status, link.found) == ("warning", "1 of 3 pairs have no NVLink: GPU0-GPU2 SYS")
+    assert check_gpus(_smi(three, TOPOLOGY.replace("SYS", "NV18")))[1].status == "ok"
+    assert check_gpus(_smi(three, ""))[1].found == "nvidia-smi topo -m gave no matrix"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        pytest.param("raise RuntimeError('broken wheel')", "RuntimeError: broken wheel", id="raises"),
+        pytest.param(
+            "try:\n    raise OSError('libcuda.so.1: no such file')\nexcept OSError as error:\n"
+            "    raise ImportError('x') from error",
+            "ImportError: x; from OSError: libcuda.so.1: no such file",
+            id="raises from a cause",
+        ),
+        pytest.param("import os; os.abort()", "killed by signal 6", id="aborts"),
+        pytest.param("import sys; sys.exit(3)", "exited with status 3", id="exits"),
+    ],
+)
+def test_a_package_that_breaks_on_import_is_named_and_doctor_survives(tmp_path, monkeypatch, source, said):
+    (tmp_path / "flash_mla.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}:{ROOT / 'kernels'}")
+
+    def ask(words):
+        return ask_probe(words) if words[-1] == "flash_mla" else {"version": "1", "file": "", "cuda": "", "devices": []}
+
+    checks = {check.name: check for check in check_imports(ask)}
+    assert checks["import flash_mla"].status == "failed"
+    assert said in checks["import flash_mla"].found
+    assert checks["import deep_gemm"].status == "ok"
+
+
+def test_a_probe_that_hangs_is_given_up(tmp_path, monkeypatch):
+    (tmp_path / "flash_mla.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    assert ask_probe(("import", "flash_mla"), timeout_s=1) == "no answer within 1 s"
+
+
+@pytest.mark.parametrize(
+    ("versions", "status", "fix"),
+    [
+        ({"torch": "2.14.1", "sgl-deep-gemm": "0.2.3.post2"}, "ok", ""),
+        ({"torch": "2.11.0", "sgl-deep-gemm": "0.2.3.post2"}, "warning", "pip install sgl-deep-gemm==0.1.4.post1"),
+        ({"torch": "2.13.0", "sgl-deep-gemm": "0.2.3.post2"}, "warning", "install torch 2.14"),
+        ({"torch": "2.14.1"}, "failed", "pip install 'nsa-dcp[cuda]'"),
+    ],
+)
+def test_deep_gemm_must_fit_the_torch_it_was_built_for(monkeypatch, versions, status, fix):
+    monkeypatch.setattr(machine_checks, "installed_version", versions.get)
+    check = next(check for check in machine_checks.check_packages() if check.name == "sgl-deep-gemm")
+    assert (check.status, check.fix) == (status, fix)
+
+
+def test_an_unrelated_wheel_of_the_same_name_is_a_failure(monkeypatch):
+    monkeypatch.setattr(machine_checks, "installed_version", {"flash-mla": "0.0.1"}.get)
+    check = next(check for check in machine_checks.check_packages() if check.name == "flash-mla")
+    assert check.status == "failed" and "shadows sgl-flash-mla" in check.found
+
+
+def test_a_whitelist_without_us_is_found(monkeypatch):
+    entry = argparse.Namespace(name="nsa_dcp", value="nsa_dcp.sglang_plugin.plugin:register")
+    monkeypatch.setattr(machine_checks.importlib.metadata, "entry_points", lambda group: [entry])
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    assert machine_checks.check_entry_point().found == "excluded by SGLANG_PLUGINS=other"
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, nsa_dcp")
+    assert machine_checks.check_entry_point().status == "ok"
+
+
+def test_a_plugin_that_did_not_take_hold_is_a_failure():
+    check = machine_checks.check_plugin(lambda words: {"missing": ["attention backend nsa"]})
+    assert (check.status, check.found) == ("failed", "did not take hold: attention backend nsa")
+    assert machine_checks.check_plugin(lambda words: {"missing": []}).status == "ok"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["python3", "-m", "sglang.launch_server", "--tp", "8"],
+        ["/usr/bin/sglang", "serve", "--tp", "8"],
+        ["NCCL_DEBUG=INFO", "python", "-m", "sglang.launch_server", "--tp", "8"],
+        ["--tp", "8"],
+    ],
+)
+def test_any_launcher_is_stripped(words):
+    assert strip_launcher(words) == ["--tp", "8"]
+
+
+def test_both_backends_follow_the_common_flag_unless_given_apart():
+    settings = read_without_sglang(["--attention-backend", "nsa", "--decode-attention-backend", "fa3"]).settings
+    assert (settings.prefill_attention_backend, settings.decode_attention_backend) == ("nsa", "fa3")
+
+
+def test_model_facts_come_from_a_config(tmp_path):
+    config = {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "index_topk": 2048,
+        "num_attention_heads": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = read_model_facts(tmp_path)
+    assert (facts.is_dsa, facts.architecture, facts.num_attention_heads) == (True, "GlmMoeDsaForCausalLM", 64)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert not read_model_facts(tmp_path).is_dsa
+    (tmp_path / "config.json").write_text(json.dumps({**config, "kv_lora_rank": "512"}))
+    with pytest.raises(ValueError, match="kv_lora_rank must be an integer, got '512'"):
+        read_model_facts(tmp_path)
+
+
+def test_doctor_imports_neither_torch_nor_sglang():
+    code = "import sys, nsa_dcp.sglang_plugin.doctor; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
+
+
+def _done(code, stdout="", stderr=""):
+    return subprocess.CompletedProcess([], code, stdout, stderr)
+
+
+def _smi(gpus, topology=""):
+    return lambda command, **_: _done(0, topology if "topo" in command else gpus)
+
+
+def _missing(*_, **__):
+    raise FileNotFoundError("nvidia-smi")
