@@ -10,6 +10,7 @@ import torch
 from nsa_dcp.layout import widened_page_size
 from nsa_dcp_kernels import scatter_index_keys_, scatter_latent_
 from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, INDEX_KEY_BYTES, LATENT_BYTES, LATENT_DIM, PAGE_SIZE
+from nsa_dcp_kernels.reference import index_page_views
 
 STORAGE_DTYPES = {
     "float32": torch.float32,
@@ -52,6 +53,10 @@ class LatentCache:
         """
         scatter_latent_(self.layers[layer], k_nope, k_rope, slots, self.dcp_size, self.dcp_rank)
 
+    def count_rows(self) -> int:
+        """Rows of the first layer that were ever written: the others are all zeros."""
+        return int(self.layers[0].ne(0).any(-1).sum())
+
     @property
     def bytes_per_row(self) -> int:
         """Bytes of one token in one layer."""
@@ -89,6 +94,13 @@ class IndexKeyCache:
             slots: [T] int32, undivided; -1 is skipped.
         """
         scatter_index_keys_(self.layers[layer], keys, slots)
+
+    def count_tokens(self) -> int:
+        """Slots of the first owning layer that were ever written: the others are all zeros."""
+        cache = next(iter(self.layers.values()))
+        # A written FP8 key has a scale, and no scale is zero.
+        values = index_page_views(cache)[1].unsqueeze(-1) if cache.dtype == torch.uint8 else cache
+        return int(values.ne(0).any(-1).sum())
 
     @property
     def bytes_per_token(self) -> int:

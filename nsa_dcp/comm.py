@@ -84,6 +84,13 @@ def all_reduce(values: torch.Tensor, group: Group) -> torch.Tensor:
     return values
 
 
+def broadcast(values: torch.Tensor, group: Group) -> torch.Tensor:
+    """Give every rank the first rank's values; `values` itself is overwritten on the others."""
+    if size_of(group) > 1:
+        dist.broadcast(values, group_src=0, group=group)
+    return values
+
+
 def gather_heads(q: torch.Tensor, group: Group) -> torch.Tensor:
     """Gather the query heads of a DCP group.
 

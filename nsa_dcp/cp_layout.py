@@ -1,7 +1,7 @@
 """Context-parallel prefill: which of a chunk's tokens each rank works on, and its view of the batch's requests.
 
 `interleave` deals the flat tokens of the batch round robin. `zigzag` cuts every request into 2 * cp_size blocks and
-gives rank r blocks r and 2 * cp_size - 1 - r, so that causal work is even; it needs 2 * cp_size tokens of every request.
+gives rank r blocks r and 2 * cp_size - 1 - r, which evens causal work; it needs 2 * cp_size tokens of every request.
 A chunk that a strategy cannot split is processed without splitting.
 """
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_dcp import comm
-from nsa_dcp_kernels import attend_sparse, gather_pages, remap_to_gathered
+from nsa_dcp_kernels import LocalSelection, gather_pages, localize_selection, remap_to_gathered
 from nsa_dcp_kernels.kv_format import PAGE_SIZE
 
 
@@ -63,27 +63,16 @@ def gather_rows(kv_rows: torch.Tensor, plan: GatheredPages, group: comm.Group) -
     return comm.all_gather(gather_pages(kv_rows, plan.pages), group).flatten(0, 1)
 
 
-def attend_gathered(
-    q: torch.Tensor,
-    gathered: torch.Tensor,
-    topk_slots: torch.Tensor,
-    plan: GatheredPages,
-    dcp_size: int,
-    sm_scale: float,
-) -> torch.Tensor:
-    """Attend to a selection over the gathered buffer.
+def localize_gathered(topk_slots: torch.Tensor, plan: GatheredPages, dcp_size: int) -> LocalSelection:
+    """Prepare a selection for attention over the gathered buffer; layers that share a selection share this.
 
     Args:
-        q: [T, H_all, 576]. All heads of this rank's query tokens.
-        gathered: `gather_rows`' result.
-        topk_slots: [T, K] int32, -1 padded at the end.
+        topk_slots: [T, K] int32, -1 padded. This rank's query tokens.
         plan: the step's pages.
-        dcp_size: ranks that contributed.
-        sm_scale: multiplies q . k before the softmax.
+        dcp_size: ranks that contribute.
 
     Returns:
-        [T, H_all, 512], dtype of `q`.
+        The selection in rows of `gather_rows`' result, for `attend_selection` with all heads: it needs no merge.
     """
     rows = remap_to_gathered(topk_slots, plan.page_pos, dcp_size, plan.local_rows)
-    length = (topk_slots >= 0).sum(-1, dtype=torch.int32)
-    return attend_sparse(q, gathered, rows, length, sm_scale)[0]
+    return localize_selection(rows, dcp_size=1, dcp_rank=0)

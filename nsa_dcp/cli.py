@@ -1,0 +1,30 @@
+"""The `nsa-dcp` command."""
+
+import argparse
+import sys
+
+from nsa_dcp import __version__
+from nsa_dcp.hf.generate import add_generate_parser
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Declare every subcommand. Each sets `run`, a function from parsed arguments to an exit status."""
+    parser = argparse.ArgumentParser(prog="nsa-dcp", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_generate_parser(subparsers)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. A refusal is one sentence on standard error and exit status 2."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        print(f"nsa-dcp: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The embedded engine: transformers' own DSA models under decode context parallelism, on gloo or NCCL ranks."""

@@ -1,0 +1,223 @@
+"""One rank of the embedded engine: a transformers model whose attention runs under DCP, and greedy generation with it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from nsa_dcp import comm
+from nsa_dcp.cache import STORAGE_DTYPES, IndexKeyCache, LatentCache, PageAllocator
+from nsa_dcp.config import CacheConfig, ModelShape
+from nsa_dcp.hf.attention import DcpAttention
+from nsa_dcp.hf.ranks import Ranks
+from nsa_dcp.hf.step import Extend, Step, build_step
+from nsa_dcp.layout import pages_for
+
+
+@dataclass
+class Request:
+    """A prompt being served.
+
+    prompt_ids: [n] int64. pages: widened pages, reserved for all it may generate.
+    cached: tokens whose latents and index keys are in the caches.
+    """
+
+    prompt_ids: torch.Tensor
+    pages: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    cached: int = 0
+    finished: bool = False
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether prompt tokens are still to be cached."""
+        return self.cached < len(self.prompt_ids)
+
+    def next_tokens(self, limit: int) -> torch.Tensor:
+        """The next tokens to cache: at most `limit` of the prompt, or the last one generated."""
+        if self.in_prefill:
+            return self.prompt_ids[self.cached : self.cached + limit]
+        return torch.tensor(self.output_ids[-1:])
+
+
+def model_shape(model_config: object) -> ModelShape:
+    """Read the dimensions that matter from a transformers config.
+
+    Raises:
+        NotImplementedError: the architecture, or its row format, is not served.
+    """
+    architecture = (getattr(model_config, "architectures", None) or ["(none named)"])[0]
+    missing = [name for name in ("kv_lora_rank", "index_topk") if not hasattr(model_config, name)]
+    num_layers = getattr(model_config, "num_hidden_layers", 0)
+    indexer_types = getattr(model_config, "indexer_types", None) or ["full"] * num_layers
+    return ModelShape(
+        architecture=architecture if not missing else f"{architecture} (without {', '.join(missing)})",
+        num_layers=num_layers,
+        num_heads=getattr(model_config, "num_attention_heads", 0),
+        kv_lora_rank=getattr(model_config, "kv_lora_rank", 0),
+        qk_rope_head_dim=getattr(model_config, "qk_rope_head_dim", 0),
+        index_head_dim=getattr(model_config, "index_head_dim", 0),
+        index_topk=getattr(model_config, "index_topk", 0),
+        indexer_layers=tuple(layer for layer, kind in enumerate(indexer_types) if kind == "full"),
+    )
+
+
+class Engine:
+    """A model under DCP, as one rank runs it. Every rank makes the same calls in the same order."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks, cache_config: CacheConfig) -> None:
+        """Take a loaded model over: its attention modules are replaced, its caches allocated.
+
+        Args:
+            model: a transformers `GlmMoeDsaForCausalLM` or `DeepseekV32ForCausalLM`, in evaluation mode.
+            ranks: this rank's place.
+            cache_config: what to cache and how much.
+
+        Raises:
+            ValueError, NotImplementedError: the model cannot be served this way; see config.py.
+        """
+        shape = model_shape(model.config)
+        ranks.config.check_model(shape)
+        self.model, self.ranks, self.cache_config = model, ranks, cache_config
+        self.device = model.device
+        size = cache_config.rows(ranks.config.dcp_size)
+        dtype = STORAGE_DTYPES[cache_config.kv_cache_dtype]
+        if dtype == torch.float32 and model.dtype == torch.float64:
+            dtype = torch.float64
+        dcp = ranks.config.dcp_size
+        self.latents = LatentCache(shape.num_layers, size, dtype, self.device, dcp, ranks.dcp_rank)
+        self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, dtype, self.device, dcp)
+        self.allocator = PageAllocator(size, dcp)
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn = DcpAttention(layer.self_attn, index, ranks, self.latents, self.index_keys)
+
+    @torch.inference_mode()
+    def forward(self, extends: list[Extend]) -> torch.Tensor:
+        """Run one step.
+
+        Args:
+            extends: new tokens per request, none of them empty; the same on every rank.
+
+        Returns:
+            [B, vocab], logits after each request's last new token, equal on every rank.
+        """
+        if not extends:
+            return torch.empty(0, self.model.config.vocab_size, dtype=self.model.dtype, device=self.device)
+        return self.run(build_step(extends, self.ranks, self.allocator.num_pages, self.device))
+
+    def run(self, step: Step) -> torch.Tensor:
+        """Run a step that was built already. Returns: as `forward`."""
+        hidden = self.model.model(
+            inputs_embeds=self.model.model.embed_tokens(step.input_ids).unsqueeze(0),
+            position_ids=step.positions.unsqueeze(0),
+            attention_mask={"indexed_attention": None},
+            use_cache=False,
+            step=step,
+        ).last_hidden_state[0]
+        if step.cp:
+            padded = nn.functional.pad(hidden, (0, 0, 0, step.cp.longest - hidden.shape[0]))
+            hidden = comm.all_gather(padded, self.ranks.tp_group).flatten(0, 1)[step.cp.restore]
+        return self.model.lm_head(hidden[step.last_rows])
+
+    def admit(self, request: Request, max_new_tokens: int) -> bool:
+        """Reserve the pages of a prompt and all it may generate.
+
+        Returns:
+            False where the free pages do not suffice now.
+
+        Raises:
+            ValueError: the whole pool could not hold it.
+        """
+        # The last generated token is never cached.
+        tokens = len(request.prompt_ids) + max(0, max_new_tokens - 1)
+        count = pages_for(tokens, self.ranks.config.dcp_size)
+        if count > self.allocator.num_pages - 1:
+            pool = (self.allocator.num_pages - 1) * self.allocator.page_slots
+            raise ValueError(
+                f"prompt must fit the pool of {pool} tokens, got {len(request.prompt_ids)} tokens and up to "
+                f"{max_new_tokens} new ones; raise --max-total-tokens or --dcp-size"
+            )
+        if count > self.allocator.num_free:
+            return False
+        request.pages = self.allocator.allocate(count)
+        return True
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        chunked_prefill_size: int,
+        eos_ids: frozenset[int] = frozenset(),
+        on_progress: Callable[[int, int, int], None] | None = None,
+        on_logits: Callable[[Request, torch.Tensor], None] | None = None,
+    ) -> list[list[int]]:
+        """Generate greedily.
+
+        Args:
+            prompts: token ids of each prompt, none of them empty.
+            max_new_tokens: per prompt.
+            chunked_prefill_size: new tokens of all requests in one prefill step.
+            eos_ids: ids that end a request; they are part of its output.
+            on_progress: called after every step with prompt tokens cached, prompt tokens in all, tokens generated.
+            on_logits: called with a request and the [vocab] logits that its next token is taken from.
+
+        Returns:
+            The generated ids of each prompt.
+
+        Raises:
+            ValueError: a prompt does not fit the pool.
+        """
+        requests = [Request(torch.tensor(prompt)) for prompt in prompts]
+        waiting = list(requests) if max_new_tokens else []
+        running: list[Request] = []
+        prompt_tokens = sum(len(prompt) for prompt in prompts)
+        while waiting or running:
+            while waiting and self.admit(waiting[0], max_new_tokens):
+                running.append(waiting.pop(0))
+            batch = self._next_batch(running, chunked_prefill_size)
+            logits = self.forward([Extend(tokens, request.cached, request.pages) for request, tokens in batch])
+            chosen = comm.broadcast(logits.argmax(-1), self.ranks.tp_group).tolist()
+            for (request, tokens), row, token in zip(batch, logits, chosen):
+                request.cached += len(tokens)
+                if request.in_prefill:
+                    continue
+                if on_logits:
+                    on_logits(request, row)
+                request.output_ids.append(token)
+                if token in eos_ids or len(request.output_ids) == max_new_tokens:
+                    request.finished = True
+                    self.allocator.release(request.pages)
+            running = [request for request in running if not request.finished]
+            if on_progress:
+                done = sum(min(request.cached, len(request.prompt_ids)) for request in requests)
+                on_progress(done, prompt_tokens, sum(len(request.output_ids) for request in requests))
+        return [request.output_ids for request in requests]
+
+    @staticmethod
+    def _next_batch(running: list[Request], budget: int) -> list[tuple[Request, torch.Tensor]]:
+        """Prompts first, as many tokens as the budget admits; when none is left, a decode step of all requests."""
+        batch = []
+        for request in running:
+            if request.in_prefill and budget:
+                tokens = request.next_tokens(budget)
+                batch.append((request, tokens))
+                budget -= len(tokens)
+        return batch or [(request, request.next_tokens(1)) for request in running]
+
+    def usage(self) -> dict[str, int]:
+        """Measure what this rank's caches hold, by looking at them.
+
+        Returns:
+            latent_rows: rows of one layer that hold a token; latent_bytes: over all layers. index_tokens and
+            index_key_bytes: the same of the index-key cache. latent_pool_bytes, index_pool_bytes: allocated.
+        """
+        rows, tokens = self.latents.count_rows(), self.index_keys.count_tokens()
+        return {
+            "latent_rows": rows,
+            "latent_bytes": rows * self.latents.bytes_per_row * len(self.latents.layers),
+            "latent_pool_bytes": sum(layer.nbytes for layer in self.latents.layers),
+            "index_tokens": tokens,
+            "index_key_bytes": tokens * self.index_keys.bytes_per_token,
+            "index_pool_bytes": sum(layer.nbytes for layer in self.index_keys.layers.values()),
+        }

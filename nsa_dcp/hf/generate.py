@@ -1,0 +1,246 @@
+"""`nsa-dcp generate`: greedy generation under DCP from one command, checked against the unmodified model if asked."""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from nsa_dcp.config import COMM_BACKENDS, KV_CACHE_DTYPES, MODES, SELECTIONS, CacheConfig, DcpConfig
+from nsa_dcp.cp_layout import STRATEGIES
+from nsa_dcp.layout import pages_for, widened_page_size
+
+_PROGRESS_EVERY_S = 2.0
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    """What every rank is told."""
+
+    directory: Path
+    dtype: str
+    device: str
+    config: DcpConfig
+    cache: CacheConfig
+    prompts: list[list[int]]
+    max_new_tokens: int
+    chunked_prefill_size: int
+    eos_ids: frozenset[int]
+
+
+def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser("generate", help="generate with a transformers model under DCP", description=__doc__)
+    add = parser.add_argument
+    add("--model", required=True, help="checkpoint directory, tiny-glm-dsa or tiny-deepseek-v32")
+    add("--prompts", required=True, type=Path, help="JSON list; each prompt a string or a list of token ids")
+    add("--max-new-tokens", type=int, default=16)
+    add("--tp-size", type=int, help="ranks; default: dcp-size")
+    add("--dcp-size", type=int, default=1, help="ranks that share each request's latents")
+    add("--mode", choices=MODES, default="tp", help="tp: head-sharded; cp: prompts token-sharded")
+    add("--cp-strategy", choices=STRATEGIES, default="interleave")
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="fp8_e4m3")
+    add("--chunked-prefill-size", type=int, default=8192, help="new prompt tokens in one step")
+    add("--max-total-tokens", type=int, help="tokens that the pool holds; default: all prompts at once")
+    add("--dcp-comm-backend", choices=COMM_BACKENDS, default="a2a")
+    add("--index-selection", choices=SELECTIONS, default="row_split", help="who scores which query rows")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add(
+        "--dtype",
+        choices=("auto", "float64", "float32", "bf16"),
+        default="auto",
+        help="of weights and activations. auto: bf16 on cuda; on cpu float32, and float64 with a rounding cache, so "
+        "that a byte never depends on the order of a sum",
+    )
+    add("--seed", type=int, default=0, help="of a tiny model's weights")
+    add("--ignore-eos", action="store_true", help="do not stop at the checkpoint's end-of-sequence id")
+    add("--json", type=Path, help="write the result there; default: standard output")
+    add("--check", action="store_true", help="run the unmodified transformers model too; fail unless all tokens agree")
+    add("--timeout", type=float, default=600.0, help="seconds a collective may wait for a rank")
+    parser.set_defaults(run=run_generate)
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Run the subcommand. Returns its exit status: 0, or 1 where `--check` found a difference.
+
+    Raises:
+        ValueError, NotImplementedError, RuntimeError: refused or failed; the message says why.
+    """
+    from nsa_dcp.hf.checkpoint import read_shape, resolve_checkpoint
+    from nsa_dcp.hf.launcher import run_ranks
+
+    config = DcpConfig(
+        tp_size=args.tp_size or args.dcp_size,
+        dcp_size=args.dcp_size,
+        mode=args.mode,
+        cp_strategy=args.cp_strategy,
+        dcp_comm_backend=args.dcp_comm_backend,
+        selection=args.index_selection,
+    )
+    for name in ("max_new_tokens", "chunked_prefill_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+    written = read_prompts(args.prompts)
+    directory = resolve_checkpoint(args.model, args.seed)
+    shape, eos_ids, vocab_size = read_shape(directory)
+    config.check_model(shape)
+    prompts = tokenize_prompts(written, directory, vocab_size)
+    dtype = args.dtype
+    if dtype == "auto":
+        dtype = "bf16" if args.device == "cuda" else "float32" if args.kv_cache_dtype == "float32" else "float64"
+    job = GenerateJob(
+        directory=directory,
+        dtype=dtype,
+        device=args.device,
+        config=config,
+        cache=CacheConfig(args.kv_cache_dtype, args.max_total_tokens or _tokens_at_once(prompts, args, config)),
+        prompts=prompts,
+        max_new_tokens=args.max_new_tokens,
+        chunked_prefill_size=args.chunked_prefill_size,
+        eos_ids=frozenset() if args.ignore_eos else eos_ids,
+    )
+    started = time.perf_counter()
+    ranks = run_ranks(
+        generate_on_rank, config.tp_size, (job,), args.device, args.timeout, on_message=_Progress().show
+    )
+    outputs = ranks[0]["output_ids"]
+    difference = check_job(job, outputs) if args.check else None
+    report = {
+        "model": args.model,
+        "mode": config.mode,
+        "tp_size": config.tp_size,
+        "dcp_size": config.dcp_size,
+        "cp_strategy": config.cp_strategy if config.mode == "cp" else None,
+        "dcp_comm_backend": config.dcp_comm_backend,
+        "index_selection": config.selection,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "dtype": dtype,
+        "device": args.device,
+        "seconds": round(time.perf_counter() - started, 3),
+        "prompts": [
+            {"prompt_tokens": len(prompt), "output_ids": output} for prompt, output in zip(prompts, outputs)
+        ],
+        "ranks": [rank["usage"] for rank in ranks],
+        "check": None if not args.check else {"identical": difference is None, "first_difference": difference},
+    }
+    text = json.dumps(report, indent=2)
+    if args.json:
+        args.json.write_text(text + "\n")
+    else:
+        print(text)
+    if difference:
+        print(f"nsa-dcp generate: the unmodified model differs: {difference}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def generate_on_rank(rank: int, send, job: GenerateJob) -> dict:
+    """Load the model, generate, measure the caches. Runs in a rank's process."""
+    import torch
+
+    from nsa_dcp.hf.checkpoint import load_model
+    from nsa_dcp.hf.engine import Engine
+    from nsa_dcp.hf.ranks import join_groups
+
+    device = torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
+    model = load_model(job.directory, job.dtype, device)
+    engine = Engine(model, join_groups(job.config, rank), job.cache)
+    output_ids = engine.generate(
+        job.prompts,
+        job.max_new_tokens,
+        job.chunked_prefill_size,
+        job.eos_ids,
+        on_progress=(lambda *numbers: send(numbers)) if rank == 0 else None,
+    )
+    return {"output_ids": output_ids, "usage": engine.usage()}
+
+
+def check_job(job: GenerateJob, outputs: list[list[int]]) -> str | None:
+    """Compare with the unmodified model. Returns the first difference in words, or None."""
+    import torch
+
+    from nsa_dcp.hf.checkpoint import load_model
+    from nsa_dcp.hf.unmodified import generate_unmodified
+
+    model = load_model(job.directory, job.dtype, torch.device(job.device))
+    for number, (prompt, output) in enumerate(zip(job.prompts, outputs)):
+        expected = generate_unmodified(
+            model, prompt, job.max_new_tokens, job.eos_ids, kv_cache_dtype=job.cache.kv_cache_dtype
+        )
+        difference = first_difference(output, expected)
+        if difference:
+            return f"prompt {number} ({len(prompt)} tokens): {difference}"
+    return None
+
+
+def first_difference(output: list[int], expected: list[int]) -> str | None:
+    """Say where two generations part, or None."""
+    for place, (got, want) in enumerate(zip(output, expected)):
+        if got != want:
+            return f"generated token {place} is {got}, the unmodified model's is {want}"
+    if len(output) != len(expected):
+        return f"{len(output)} tokens generated, {len(expected)} by the unmodified model"
+    return None
+
+
+def read_prompts(path: Path) -> list[str | list[int]]:
+    """Read a prompts file.
+
+    Raises:
+        ValueError: it is not a non-empty JSON list of non-empty strings and lists of token ids.
+    """
+    try:
+        prompts = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"prompts must be a readable file, got {path} ({error.strerror})") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts must be a JSON file, got {path} ({error})") from None
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError(f"prompts must be a non-empty JSON list, got {type(prompts).__name__} in {path}")
+    for number, prompt in enumerate(prompts):
+        is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not (isinstance(prompt, str) or is_ids) or not prompt:
+            raise ValueError(
+                f"prompts must each be a non-empty string or list of token ids, got {str(prompt)[:60]!r} as number {number}"
+            )
+    return prompts
+
+
+def tokenize_prompts(prompts: list[str | list[int]], directory: Path, vocab_size: int) -> list[list[int]]:
+    """Turn strings into token ids with the checkpoint's tokenizer.
+
+    Raises:
+        ValueError: there is a string and no tokenizer, a string without tokens, or an id outside the vocabulary.
+    """
+    if any(isinstance(prompt, str) for prompt in prompts):
+        from nsa_dcp.hf.checkpoint import load_tokenizer
+
+        tokenizer = load_tokenizer(directory)
+        prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompts must each have a token, got none in number {number}")
+        if not all(0 <= token < vocab_size for token in prompt):
+            outside = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise ValueError(f"prompts must hold token ids in [0, {vocab_size}), got {outside} in number {number}")
+    return prompts
+
+
+def _tokens_at_once(prompts: list[list[int]], args: argparse.Namespace, config: DcpConfig) -> int:
+    pages = sum(pages_for(len(prompt) + args.max_new_tokens - 1, config.dcp_size) for prompt in prompts)
+    return pages * widened_page_size(config.dcp_size)
+
+
+class _Progress:
+    """Lines on standard error while a long run goes on; a short one stays quiet."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def show(self, numbers: tuple[int, int, int]) -> None:
+        if time.monotonic() - self._last < _PROGRESS_EVERY_S:
+            return
+        self._last = time.monotonic()
+        cached, prompt_tokens, generated = numbers
+        print(f"prompt tokens {cached}/{prompt_tokens}, generated {generated}", file=sys.stderr, flush=True)

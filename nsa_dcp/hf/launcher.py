@@ -1,0 +1,137 @@
+"""Start one process per rank, run a function on all of them, and leave none behind, whatever happens."""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+
+from nsa_dcp import comm
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message is that rank's error."""
+
+
+def run_ranks(
+    function: Callable[..., object],
+    world_size: int,
+    args: tuple = (),
+    device_type: str = "cpu",
+    timeout_s: float = 600.0,
+    on_message: Callable[[object], None] | None = None,
+) -> list[object]:
+    """Run `function(rank, send, *args)` on every rank of a fresh world.
+
+    Args:
+        function: importable by name. `send` takes a picklable object to `on_message` here while the rank runs.
+        world_size: ranks, each a process of its own.
+        args: picklable.
+        device_type: "cpu" (gloo) or "cuda" (NCCL, rank r on GPU r).
+        timeout_s: seconds that a collective may wait for a rank.
+        on_message: called with what ranks send.
+
+    Returns:
+        What each rank returned.
+
+    Raises:
+        ValueError, NotImplementedError: a rank raised it; it is raised again here.
+        RuntimeError: a rank raised anything else or died.
+    """
+    # Ranks are forked from a process that has imported the heavy packages once, and no thread of this one is copied.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "nsa_dcp.hf.engine", "nsa_dcp.hf.preload"])
+    with tempfile.TemporaryDirectory(prefix="nsa-dcp-") as meeting_place:
+        init_method = f"file://{Path(meeting_place) / 'ranks'}"
+        processes, pipes = [], {}
+        # Closed when this process ends, even by SIGKILL; the ranks end themselves when it is.
+        lifeline, our_end = context.Pipe(duplex=False)
+        try:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_run_rank,
+                    args=(function, rank, world_size, args, device_type, timeout_s, init_method, sender, lifeline),
+                    daemon=True,
+                )
+                process.start()
+                sender.close()
+                processes.append(process)
+                pipes[receiver] = rank
+            return _collect(processes, pipes, on_message)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+            our_end.close()
+            lifeline.close()
+
+
+def _collect(
+    processes: list, pipes: dict[Connection, int], on_message: Callable[[object], None] | None
+) -> list[object]:
+    results: dict[int, object] = {}
+    while len(results) < len(processes):
+        for ready in wait(list(pipes)):
+            rank = pipes[ready]
+            try:
+                kind, content = ready.recv()
+            except EOFError:
+                del pipes[ready]
+                if rank not in results:
+                    processes[rank].join()
+                    raise RankError(f"rank {rank} died with exit status {processes[rank].exitcode}") from None
+                continue
+            if kind == "message" and on_message:
+                on_message(content)
+            elif kind == "result":
+                results[rank] = content
+            elif kind == "refused":
+                raise content
+            elif kind == "failed":
+                raise RankError(f"rank {rank} failed:\n{content}")
+    return [results[rank] for rank in range(len(processes))]
+
+
+def _run_rank(
+    function: Callable[..., object],
+    rank: int,
+    world_size: int,
+    args: tuple,
+    device_type: str,
+    timeout_s: float,
+    init_method: str,
+    sender: Connection,
+    lifeline: Connection,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides; it ends the ranks.
+    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    # The ranks of one machine share its cores.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    try:
+        if device_type == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        if world_size > 1:
+            comm.connect(init_method, rank, world_size, device_type, timeout_s)
+        result = function(rank, lambda content: sender.send(("message", content)), *args)
+        sender.send(("result", result))
+    except (ValueError, NotImplementedError) as error:
+        sender.send(("refused", type(error)(*error.args)))
+    except BaseException:
+        sender.send(("failed", traceback.format_exc()))
+        raise SystemExit(1) from None
+    else:
+        if world_size > 1:
+            comm.disconnect()
+
+
+def _end_with_parent(lifeline: Connection) -> None:
+    wait([lifeline])
+    os._exit(1)

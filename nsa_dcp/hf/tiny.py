@@ -1,0 +1,115 @@
+"""Tiny DSA models with the real head dimensions and seeded random weights, written as ordinary checkpoints.
+
+They exist so that the algorithm can be run and checked anywhere: 512/64 latent and 128 index dimensions, index sharing
+between GLM's layers, dense and MoE layers, a byte-pair tokenizer. 24 heads can be split over 1, 2, 3, 4, 6, 8 and 12 ranks.
+"""
+
+import importlib.resources
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_COMMON = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 192,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "index_n_heads": 8,
+    "index_topk": 128,
+    "max_position_embeddings": 16384,
+    "initializer_range": 0.05,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "dtype": "float32",
+}
+# GLM: layers 1 and 3 reuse the selection of layers 0 and 2. DeepSeek-V3.2: every layer owns an indexer.
+_MODELS = {
+    "tiny-glm-dsa": {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
+    "tiny-deepseek-v32": {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+}
+NAMES = tuple(_MODELS)
+
+
+def default_cache_dir() -> Path:
+    """Where tiny checkpoints are kept: `nsa-dcp` in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-dcp"
+
+
+def write_tiny_checkpoint(name: str, seed: int, cache_dir: Path | None = None, **overrides: object) -> Path:
+    """Write a tiny checkpoint, unless it is there already.
+
+    Args:
+        name: "tiny-glm-dsa" or "tiny-deepseek-v32".
+        seed: of the random weights.
+        cache_dir: parent directory; by default `default_cache_dir()`.
+        overrides: fields of the model's config that are to differ.
+
+    Returns:
+        A directory with config.json, model.safetensors and the tokenizer's files.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name not in _MODELS:
+        raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")
+    import torch
+    import transformers
+
+    label = "".join(f"-{key}{value}" for key, value in sorted(overrides.items()))
+    directory = (cache_dir or default_cache_dir()) / f"{name}-seed{seed}{label}"
+    if (directory / "model.safetensors").exists():
+        return directory
+    fields = {**_COMMON, **_MODELS[name], **overrides}
+    architecture = getattr(transformers, fields["architectures"][0])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = architecture(architecture.config_class(**fields))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside and renamed, so that a checkpoint is never seen half written.
+    partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
+    try:
+        model.save_pretrained(partial)
+        _tokenizer(fields).save_pretrained(partial)
+        partial.chmod(0o755)
+        partial.rename(directory)
+    except OSError:
+        # Another process may have been first.
+        if not (directory / "model.safetensors").exists():
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return directory
+
+
+def _tokenizer(fields: dict) -> object:
+    from transformers import PreTrainedTokenizerFast
+
+    with importlib.resources.as_file(importlib.resources.files("nsa_dcp.hf") / "tiny_tokenizer.json") as path:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+    tokenizer.add_special_tokens({"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"})
+    return tokenizer
