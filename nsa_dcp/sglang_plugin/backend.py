@@ -1,0 +1,120 @@
+"""sglang's DSA attention backend, on a cache that DCP has spread over ranks.
+
+The stock class hands FlashMLA slots of the whole pool as if they were rows of this rank's, and drops the log-sum-exp.
+Only the method that calls the kernel is replaced: writing the cache, gathering heads, merging, metadata and graphs
+are sglang's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+
+from nsa_dcp.sglang_plugin.validation import head_bucket
+from nsa_dcp_kernels import LocalSelection, attend_selection, localize_selection
+
+# sglang merges base-2 log-sum-exps for this backend; nsa_dcp_kernels returns natural ones. -inf stays -inf.
+LOG2_E = math.log2(math.e)
+
+
+class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
+    """Attends to the part of each selection that this DCP rank owns, and returns what merging the parts needs."""
+
+    def __init__(self, model_runner: Any) -> None:
+        """Args: model_runner: sglang's ModelRunner, not a draft's."""
+        super().__init__(model_runner)
+        # The stock value is sized for this rank's own heads; the kernel sees those of the whole DCP group.
+        self.flashmla_kv_num_q_heads = head_bucket(self.num_dcp_q_heads)
+        self._shared_selection = SharedSelection()
+
+    def _forward_flashmla_kv(
+        self,
+        q_all: torch.Tensor,
+        kv_cache: torch.Tensor,
+        v_head_dim: int,
+        sm_scale: float,
+        layer: Any,
+        metadata: Any,
+        page_table_1: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to this rank's rows of a selection.
+
+        Args:
+            q_all: [T, H, 576] bfloat16. Absorbed queries of all heads of the DCP group, in rank order.
+            kv_cache: [R, 1, 656] float8_e4m3fn (packed) or [R, 1, 576] bfloat16. This rank's rows of one layer.
+            v_head_dim: 512.
+            sm_scale: multiplies q . k before the softmax.
+            layer: sglang's RadixAttention of the gathered heads.
+            metadata: sglang's DSAMetadata of this forward.
+            page_table_1: [T, K] int32. The selection as slots of the widened pool, -1 anywhere.
+
+        Returns:
+            out: [T, H, 512] bfloat16; zeros where this rank owns none of the selection.
+            lse: [T, H] float32, base 2; -inf there.
+
+        Raises:
+            RuntimeError: the layer attends with this rank's heads alone, over a cache that holds a part of the tokens.
+        """
+        if layer.tp_q_head_num != self.num_dcp_q_heads:
+            raise RuntimeError(
+                f"layer {layer.layer_id} attends with {layer.tp_q_head_num} heads where DCP gathers "
+                f"{self.num_dcp_q_heads}; nsa-dcp cannot serve this phase"
+            )
+        queries = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
+        selection = self._shared_selection.localize(
+            page_table_1, self.dcp_size, self.dcp_rank, layer.layer_id, metadata
+        )
+        out, lse = attend_selection(queries, cache_rows(kv_cache), selection, sm_scale)
+        return out, lse * LOG2_E
+
+
+class SharedSelection:
+    """Localises a selection once, for all the consecutive layers that attend to it.
+
+    Layers that share a selection are handed the same tensor. Its identity counts only together with that of the
+    forward's metadata and with consecutive layers, so that a tensor which outlives its forward is never taken for the
+    next one's. In a captured graph this is decided at capture, and every replay follows it.
+    """
+
+    def __init__(self) -> None:
+        self._slots: torch.Tensor | None = None
+        self._metadata: object = None
+        self._layer_id = -1
+        self._selection: LocalSelection | None = None
+
+    def localize(
+        self, topk_slots: torch.Tensor, dcp_size: int, dcp_rank: int, layer_id: int, metadata: object
+    ) -> LocalSelection:
+        """Return this rank's part of a selection.
+
+        Args:
+            topk_slots: [T, K] int32, slots of the widened pool, -1 anywhere.
+            dcp_size, dcp_rank: this rank's place in its DCP group.
+            layer_id: the layer that is about to attend.
+            metadata: the forward's metadata object, of which there is one per forward.
+
+        Raises:
+            ValueError: as `localize_selection`.
+        """
+        shared = topk_slots is self._slots and metadata is self._metadata and layer_id == self._layer_id + 1
+        if not shared or self._selection is None:
+            self._selection = localize_selection(topk_slots, dcp_size, dcp_rank)
+            self._slots, self._metadata = topk_slots, metadata
+        self._layer_id = layer_id
+        return self._selection
+
+
+def cache_rows(kv_cache: torch.Tensor) -> torch.Tensor:
+    """Return one layer's cache as nsa_dcp_kernels takes it, without copying.
+
+    Args:
+        kv_cache: [R, 1, 656] float8_e4m3fn or uint8 (packed), or [R, 1, 576] bfloat16.
+
+    Returns:
+        [R, 656] uint8, or [R, 576] bfloat16.
+    """
+    rows = kv_cache.view(kv_cache.shape[0], kv_cache.shape[-1])
+    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows

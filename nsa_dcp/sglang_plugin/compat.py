@@ -1,0 +1,173 @@
+"""Everything in sglang that nsa-dcp relies on, and the check that it is there and has the shape it was written against.
+
+No other module decides by version. docs/upstream.md has a row for each entry, with what would make it unnecessary.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+SGLANG_VERSION = "0.5.23"
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One name in sglang that nsa-dcp uses.
+
+    Args:
+        path: `module:name` or `module:Class.name`.
+        why: what nsa-dcp does with it.
+        parameters: the parameters it must have, in order; None when it is not called or overridden by us.
+    """
+
+    path: str
+    why: str
+    parameters: tuple[str, ...] | None = None
+
+
+_ATTENTION = "sglang.srt.layers.attention"
+_FORWARD = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope", "topk_indices")
+_FORWARD += ("cos_sin_cache", "is_neox", "llama_4_scaling", "attn_sink")
+
+SYMBOLS = (
+    Symbol(f"{_ATTENTION}.attention_registry:ATTENTION_BACKENDS", "our factory stands at its keys `nsa` and `dsa`"),
+    Symbol(f"{_ATTENTION}.attention_registry:register_attention_backend", "how it gets there", ("name",)),
+    Symbol("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "how commands are checked", ("name",)),
+    Symbol("sglang.srt.arg_groups.resolution_hooks:_HOOKS", "whether our hooks took hold"),
+    Symbol("sglang.srt.arg_groups.overrides:resolving_view", "reading half-resolved arguments", ("server_args",)),
+    Symbol(
+        "sglang.srt.arg_groups.overrides:declare_resolution",
+        "choosing flashmla_kv where nothing was asked for",
+        ("server_args", "source", "fields"),
+    ),
+    Symbol("sglang.srt.arg_groups.overrides:attention_backends_of", "which backends were asked for", ("cfg",)),
+    Symbol("sglang.srt.arg_groups.overrides:model_config_of", "the checkpoint's config", ("server_args",)),
+    Symbol(
+        "sglang.srt.arg_groups.model_overrides.deepseek_v2:_dsa_dcp_overrides",
+        "it fills only sparse backends that are still unset",
+        ("cfg",),
+    ),
+    Symbol("sglang.srt.configs.model_config:is_deepseek_dsa", "which models are ours", ("config",)),
+    Symbol("sglang.srt.configs.model_config:get_dsa_index_kpool", "pooled index keys are refused", ("config",)),
+    Symbol("sglang.srt.connector:ConnectorType", "a checkpoint in another server's memory has no config to read"),
+    Symbol("sglang.srt.utils.common:parse_connector_type", "the same", ("url",)),
+    Symbol("sglang.srt.runtime_context:get_parallel", "DCP size, rank and groups", ()),
+    Symbol("sglang.srt.runtime_context:get_exec", "the resolved sparse backends", ()),
+    Symbol("sglang.srt.environ:envs", "SGLANG_DSA_TOPK_BROADCAST: one selection on every rank"),
+    Symbol(
+        f"{_ATTENTION}.dsa.dsa_indexer:_broadcast_indexer_topk_from_rank0",
+        "what that switch turns on, over the attention-TP group",
+        ("topk_indices",),
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend",
+        "the class that our backend extends",
+        (
+            "model_runner",
+            "skip_prefill",
+            "speculative_step_id",
+            "topk",
+            "speculative_num_steps",
+            "seed_dsa_topk_from_draft_extend",
+        ),
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend._forward_flashmla_kv",
+        "the one method that we replace: its arguments and what its callers do with the result",
+        ("self", "q_all", "kv_cache", "v_head_dim", "sm_scale", "layer", "metadata", "page_table_1"),
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend._compute_flashmla_metadata",
+        "it reads flashmla_kv_num_q_heads, which we size for the gathered heads",
+        ("self", "cache_seqlens", "seq_len_q"),
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend.forward_decode",
+        "it returns what _forward_flashmla_kv returns",
+        _FORWARD,
+    ),
+    Symbol(f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend.forward_extend", "the same", _FORWARD),
+    Symbol(
+        f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend.get_topk_transform_method",
+        "with flashmla_kv it is PAGED in every phase: selections are slots of the widened pool",
+        ("self", "forward_mode"),
+    ),
+    Symbol("sglang.srt.mem_cache.memory_pool:DSATokenToKVPool", "the cache that is read and its span"),
+    Symbol(
+        "sglang.srt.mem_cache.memory_pool:DSATokenToKVPool.set_mla_kv_buffer",
+        "it writes the rows that this rank owns, quantised once",
+        ("self", "layer", "loc_info", "cache_k_nope", "cache_k_rope", "layer_id_override"),
+    ),
+    Symbol("sglang.srt.mem_cache.memory_pool:DSATokenToKVPool.get_key_buffer", "the rows", ("self", "layer_id")),
+    Symbol("sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA", "it gathers heads and merges: dcp_size, head count"),
+    Symbol(
+        "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla:is_mla_dcp_lse_base_on_e",
+        "it says base 2 for `nsa` and `dsa`, so that is what we return",
+        ("attention_backend",),
+    ),
+    Symbol(
+        "sglang.srt.layers.dcp.comm:dcp_a2a_lse_reduce",
+        "the a2a merge",
+        ("cp_attn_out", "cp_attn_lse", "cp_group", "is_lse_base_on_e", "cuda_graph_buffers", "comm_backend"),
+    ),
+    Symbol(
+        "sglang.srt.layers.dcp.comm:cp_lse_ag_out_rs_mla",
+        "the ag_rs merge",
+        ("cp_attn_out", "cp_attn_lse", "cp_group", "ctx", "is_lse_base_on_e"),
+    ),
+)
+
+
+def check_version() -> None:
+    """Raise unless the installed sglang is the one that nsa-dcp was written against.
+
+    Raises:
+        RuntimeError: it is another version, or there is none.
+    """
+    found = installed_version()
+    if found != SGLANG_VERSION:
+        raise RuntimeError(
+            f"nsa-dcp needs sglang {SGLANG_VERSION}, found {found or 'none'}: pip install sglang=={SGLANG_VERSION}"
+        )
+
+
+def installed_version() -> str | None:
+    """Return the version of the installed sglang; None without one."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_symbols() -> None:
+    """Raise unless every symbol is there with the parameters it was written against. Imports all of their modules.
+
+    Raises:
+        RuntimeError: names every symbol that differs.
+    """
+    differences = [difference for symbol in SYMBOLS if (difference := _difference(symbol))]
+    if differences:
+        raise RuntimeError(
+            f"this sglang says {SGLANG_VERSION} but is not the released one, so nsa-dcp cannot serve with it "
+            f"(pip install --force-reinstall sglang=={SGLANG_VERSION}): {'; '.join(differences)}"
+        )
+
+
+def _difference(symbol: Symbol) -> str | None:
+    module, _, name = symbol.path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        return f"{symbol.path} is missing ({error})"
+    if symbol.parameters is None:
+        return None
+    parameters = tuple(inspect.signature(found).parameters)
+    if parameters != symbol.parameters:
+        return f"{symbol.path} takes ({', '.join(parameters)}), not ({', '.join(symbol.parameters)})"
+    return None

@@ -1,0 +1,175 @@
+"""nsa-dcp's part in the resolution of sglang's arguments: refuse what cannot be served, choose what was left open.
+
+Both hooks run in the launcher, before any GPU memory is taken. They use sglang's own resolution hooks and never assign
+to the arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from nsa_dcp.sglang_plugin.validation import (
+    HOPPER,
+    SPARSE_BACKEND,
+    ModelFacts,
+    ServerSettings,
+    concerns_us,
+    describe_problems,
+    find_problems,
+)
+
+logger = logging.getLogger(__name__)
+
+# The first step whose hook knows the checkpoint, and one of the last, where everything is resolved.
+FIRST_STEP, LAST_STEP = "handle_decode_context_parallelism", "handle_other_validations"
+
+
+def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Refuse a command as typed, all its problems at once, and give unset sparse backends the one that works.
+
+    Runs around sglang's `handle_decode_context_parallelism`.
+
+    Args:
+        server_args: sglang's ServerArgs, half resolved.
+        previous: sglang's own step.
+
+    Raises:
+        ValueError: the command cannot be served.
+        RuntimeError: this sglang is not the one that nsa-dcp was written against.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    settings, model, capability = read_command(server_args)
+    if concerns_us(settings, model, capability):
+        check_command(settings, model, capability)
+        unset = {
+            field: SPARSE_BACKEND
+            for field in ("dsa_prefill_backend", "dsa_decode_backend")
+            if getattr(settings, field) is None and capability == HOPPER
+        }
+        if unset:
+            # Before sglang's model overrides, which would fill them with a Blackwell backend.
+            declare_resolution(server_args, "nsa_dcp", **unset)
+            logger.warning("nsa-dcp: %s resolve to %s.", " and ".join(unset), SPARSE_BACKEND)
+    previous(server_args)
+
+
+def check_resolved_settings(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Refuse what resolution made of a command, and say which cache dtype `auto` became.
+
+    Runs around sglang's `handle_other_validations`. Args and errors: as `check_requested_settings`.
+    """
+    previous(server_args)
+    settings, model, capability = read_command(server_args)
+    if not concerns_us(settings, model, capability):
+        return
+    check_command(settings, model, capability)
+    if server_args.kv_cache_dtype == "auto":
+        logger.warning(
+            "nsa-dcp: --kv-cache-dtype auto became %s (1,152 bytes a token and layer); fp8_e4m3 takes 656.",
+            settings.kv_cache_dtype,
+        )
+
+
+def check_command(settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None) -> None:
+    """Raise everything that is wrong with a command that concerns nsa-dcp.
+
+    Raises:
+        ValueError: the command cannot be served.
+        RuntimeError: this sglang is not the one that nsa-dcp was written against.
+    """
+    from nsa_dcp.sglang_plugin.compat import check_version
+
+    check_version()
+    problems = find_problems(settings, model, capability)
+    if problems:
+        raise ValueError(describe_problems(problems, settings.dcp_size))
+
+
+def read_command(server_args: Any) -> tuple[ServerSettings, ModelFacts, tuple[int, int] | None]:
+    """Read what `find_problems` needs from sglang's arguments, as far as they are resolved, and from the GPU.
+
+    Args:
+        server_args: sglang's ServerArgs.
+
+    Returns:
+        The settings, the checkpoint's facts, and the GPU's compute capability (None without a GPU).
+        Without DCP neither the checkpoint nor the GPU is looked at.
+    """
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
+
+    view = resolving_view(server_args)
+    prefill_backend, decode_backend = attention_backends_of(view)
+    same_name = (
+        "dcp_size",
+        "tp_size",
+        "attn_dp_size",
+        "attn_cp_size",
+        "enable_prefill_cp",
+        "dsa_prefill_backend",
+        "dsa_decode_backend",
+        "kv_cache_dtype",
+        "page_size",
+        "dcp_comm_backend",
+        "dcp_replicate_q_proj",
+        "speculative_algorithm",
+        "speculative_eagle_topk",
+        "disaggregation_mode",
+        "enable_hisparse",
+        "enable_hierarchical_cache",
+        "enable_lmcache",
+        "enable_unified_memory",
+        "enable_two_batch_overlap",
+        "enable_pdmux",
+    )
+    settings = ServerSettings(
+        prefill_attention_backend=prefill_backend,
+        decode_attention_backend=decode_backend,
+        prefill_cuda_graph=_prefill_cuda_graph(view),
+        **{name: getattr(view, name) for name in same_name},
+    )
+    if settings.dcp_size <= 1:
+        return settings, ModelFacts(is_dsa=False), None
+    return settings, _read_model_facts(server_args, view.model_path), _gpu_capability()
+
+
+def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.model_config import get_dsa_index_kpool, is_deepseek_dsa
+    from sglang.srt.connector import ConnectorType
+    from sglang.srt.utils.common import parse_connector_type
+
+    if parse_connector_type(model_path) == ConnectorType.INSTANCE:
+        # The checkpoint lies in another server's memory; the scheduler looks again once it has the model.
+        return ModelFacts(is_dsa=False)
+    model_config = model_config_of(server_args)
+    hf_config = model_config.hf_config
+    if not is_deepseek_dsa(hf_config):
+        return ModelFacts(is_dsa=False)
+    return ModelFacts(
+        is_dsa=True,
+        architecture=hf_config.architectures[0],
+        num_attention_heads=model_config.num_attention_heads,
+        kv_lora_rank=model_config.kv_lora_rank,
+        qk_rope_head_dim=model_config.qk_rope_head_dim,
+        index_topk=hf_config.index_topk,
+        index_kpool=get_dsa_index_kpool(hf_config),
+    )
+
+
+def _gpu_capability() -> tuple[int, int] | None:
+    import torch
+
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def _prefill_cuda_graph(view: Any) -> str | None:
+    """Return the prefill graph backend that was asked for, or what resolution made of it."""
+    config = view.cuda_graph_config
+    if config is None:
+        return view.cuda_graph_backend_prefill
+    if isinstance(config, dict):
+        return config.get("prefill", {}).get("backend", view.cuda_graph_backend_prefill)
+    return config.prefill.backend

@@ -1,0 +1,146 @@
+"""Building the attention backend in a scheduler, after everything that it relies on was found to be as expected.
+
+sglang swallows what goes wrong while plugins load, so this is where nsa-dcp fails closed: each check raises one
+sentence, and raising here stops the server before it has answered anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nsa_dcp.sglang_plugin import resolution
+from nsa_dcp.sglang_plugin.compat import check_symbols, check_version
+from nsa_dcp.sglang_plugin.validation import PAGE_SIZE, SPARSE_BACKEND, concerns_us, head_bucket
+
+# Bytes of one cache row: 512 FP8 values, 4 scales and 64 bfloat16 values; or 576 bfloat16 values.
+_ROW_BYTES = {"fp8": 656, "bfloat16": 1152}
+
+
+def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
+    """Return nsa-dcp's backend where DCP runs on flashmla_kv, and sglang's own everywhere else.
+
+    Args:
+        model_runner: sglang's ModelRunner, its model loaded and its pools built.
+        stock: sglang's own factory for this backend name.
+
+    Raises:
+        ValueError: the command cannot be served.
+        RuntimeError: sglang, the GPU or what sglang has built is not what nsa-dcp was written against.
+    """
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    if model_runner.is_draft_worker or get_parallel().attn_dcp_size == 1:
+        return _stock_backend(model_runner, stock)
+    kernel = get_exec().kernel
+    settings, model, capability = resolution.read_command(model_runner.server_args)
+    if not concerns_us(settings, model, capability):
+        if SPARSE_BACKEND in (kernel.dsa_prefill_backend, kernel.dsa_decode_backend):
+            raise RuntimeError(
+                "nsa-dcp could not read this server's arguments: DCP runs on flashmla_kv here, and they say it does not"
+            )
+        return _stock_backend(model_runner, stock)
+    resolution.check_command(settings, model, capability)
+    _require(
+        (kernel.dsa_prefill_backend, kernel.dsa_decode_backend) == (SPARSE_BACKEND, SPARSE_BACKEND),
+        "both DSA backends to be flashmla_kv",
+        f"{kernel.dsa_prefill_backend} for prefill and {kernel.dsa_decode_backend} for decode",
+    )
+    check_version()
+    check_symbols()
+    _check_hooks()
+    _check_topology(get_parallel())
+    _check_pool(model_runner, get_parallel().attn_dcp_size)
+    _check_model(model_runner, get_parallel().attn_dcp_size)
+
+    from nsa_dcp.sglang_plugin.backend import DcpDeepseekSparseAttnBackend
+
+    select_alike_on_every_rank()
+    return DcpDeepseekSparseAttnBackend(model_runner)
+
+
+def select_alike_on_every_rank() -> None:
+    """Have sglang broadcast each layer's selection over the attention-TP group, which contains the DCP group.
+
+    Its top-k keeps equal scores in the order in which threads meet them, so two ranks may keep different tokens of a
+    tie: one would be attended to twice and another not at all.
+    """
+    from sglang.srt.environ import envs
+
+    envs.SGLANG_DSA_TOPK_BROADCAST.set(True)
+
+
+def _stock_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
+    _require(stock is not None, "a DSA attention backend in sglang's registry", "none")
+    return stock(model_runner)
+
+
+def _check_hooks() -> None:
+    from sglang.srt.arg_groups.resolution_hooks import _HOOKS
+
+    for step, hook in (
+        (resolution.FIRST_STEP, resolution.check_requested_settings),
+        (resolution.LAST_STEP, resolution.check_resolved_settings),
+    ):
+        _require(hook in _HOOKS.get(step, ()), f"its hook around {step}", "it missing, so the command went unchecked")
+
+
+def _check_topology(parallel: Any) -> None:
+    dcp_size = parallel.attn_dcp_size
+    group = parallel.dcp_group
+    _require(group.world_size == dcp_size, f"a DCP group of {dcp_size} ranks", group.world_size)
+    _require(group.rank_in_group == parallel.attn_dcp_rank, f"DCP rank {parallel.attn_dcp_rank}", group.rank_in_group)
+    shard = set(parallel.attn_tp_group.ranks)
+    _require(
+        set(group.ranks) <= shard,
+        f"the DCP group {sorted(group.ranks)} inside one attention-TP group",
+        f"the group {sorted(shard)}",
+    )
+
+
+def _check_pool(model_runner: Any, dcp_size: int) -> None:
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    pool, allocator = model_runner.token_to_kv_pool, model_runner.token_to_kv_pool_allocator
+    _require(type(pool) is DSATokenToKVPool, "a DSATokenToKVPool", type(pool).__name__)
+    _require(pool.page_size == PAGE_SIZE, f"pages of {PAGE_SIZE} rows", pool.page_size)
+    layout = "fp8" if pool.dsa_kv_cache_store_fp8 else "bfloat16"
+    rows = pool.kv_buffer[0]
+    _require(
+        rows[0].nbytes == _ROW_BYTES[layout],
+        f"{layout} cache rows of {_ROW_BYTES[layout]} bytes",
+        f"{rows[0].nbytes} of dtype {rows.dtype}",
+    )
+    _require(
+        allocator.page_size == PAGE_SIZE * dcp_size and allocator.size == pool.size * dcp_size,
+        f"an allocator of {pool.size * dcp_size} slots in pages of {PAGE_SIZE * dcp_size}",
+        f"{allocator.size} in pages of {allocator.page_size}",
+    )
+    slots = (pool.size + pool.page_size) * dcp_size
+    _require(rows.shape[0] * dcp_size >= slots, f"cache rows for {slots} slots", rows.shape[0] * dcp_size)
+    for layer, pages in enumerate(pool.index_k_with_scale_buffer):
+        # A layer that reuses the previous layer's selection keeps no index keys.
+        if not pool.skip_topk_layers[layer]:
+            _require(
+                pages.shape[0] * PAGE_SIZE >= slots,
+                f"index keys for {slots} slots in layer {layer}",
+                pages.shape[0] * PAGE_SIZE,
+            )
+
+
+def _check_model(model_runner: Any, dcp_size: int) -> None:
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import is_mla_dcp_lse_base_on_e
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    for name in (model_runner.prefill_attention_backend_str, model_runner.decode_attention_backend_str):
+        _require(not is_mla_dcp_lse_base_on_e(name), f"base-2 log-sum-exps to be merged for {name}", "base e")
+    layers = [module for module in model_runner.model.modules() if isinstance(module, DeepseekV2AttentionMLA)]
+    _require(bool(layers), "DeepseekV2AttentionMLA layers in the model", "none")
+    for layer in layers:
+        _require(layer.dcp_size == dcp_size, f"layers that run DCP over {dcp_size} ranks", layer.dcp_size)
+        head_bucket(layer.attn_mqa_for_dcp_decode.tp_q_head_num)
+
+
+def _require(condition: bool, needed: str, found: object) -> None:
+    if not condition:
+        raise RuntimeError(f"nsa-dcp needs {needed}, found {found}; serve without --dcp-size, or report this")

@@ -1,0 +1,133 @@
+"""Our hooks in sglang's own resolution of real ServerArgs."""
+
+import pytest
+
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("registered", "on_hopper")]
+
+DEEPSEEK_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "index_topk": None,
+}
+
+
+@pytest.fixture
+def resolve(model_path):
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.server_args import ServerArgs
+
+    def run(config=None, **settings):
+        server_args = ServerArgs(model_path=model_path(**(config or {})), device="cuda", **settings)
+        server_args.resolve_once()
+        return resolving_view(server_args)
+
+    return run
+
+
+def test_unset_sparse_backends_resolve_to_flashmla_kv(resolve):
+    view = resolve(tp_size=8, dcp_size=8, attention_backend="nsa", kv_cache_dtype="fp8_e4m3")
+    assert (view.dsa_prefill_backend, view.dsa_decode_backend) == ("flashmla_kv", "flashmla_kv")
+    assert (view.kv_cache_dtype, view.page_size, view.attention_backend) == ("fp8_e4m3", 64, "nsa")
+    assert view.cuda_graph_config.prefill.backend == "disabled"
+    assert view.cuda_graph_config.decode.backend == "full"
+
+
+def test_a_backend_that_was_asked_for_is_kept_and_the_other_filled(resolve):
+    view = resolve(tp_size=4, dcp_size=2, attention_backend="nsa", dsa_decode_backend="flashmla_kv")
+    assert (view.dsa_prefill_backend, view.dsa_decode_backend) == ("flashmla_kv", "flashmla_kv")
+
+
+def test_without_an_attention_backend_the_models_own_is_used(resolve):
+    assert resolve(tp_size=4, dcp_size=4).attention_backend == "dsa"
+
+
+def test_auto_cache_dtype_says_what_it_became(resolve, caplog):
+    with caplog.at_level("WARNING", logger="nsa_dcp"):
+        view = resolve(tp_size=4, dcp_size=4, attention_backend="nsa")
+    assert view.kv_cache_dtype == "bfloat16"
+    assert any("--kv-cache-dtype auto became bfloat16" in record.message for record in caplog.records)
+
+
+def test_every_problem_is_reported_before_sglang_stops_at_its_first(resolve):
+    with pytest.raises(ValueError, match="for 5 reasons") as error:
+        resolve(
+            tp_size=4,
+            attn_dp_size=4,
+            dcp_size=2,
+            attention_backend="nsa",
+            enable_prefill_cp=True,
+            enable_hisparse=True,
+            dsa_decode_backend="trtllm",
+            cuda_graph_backend_prefill="breakable",
+        )
+    for part in ("--attn-dp-size 4", "--enable-prefill-cp", "--enable-hisparse", "trtllm", "breakable"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cuda_graph_config": {"prefill": {"backend": "full"}}},
+        {"cuda_graph_backend_prefill": "full"},
+        {"decode_attention_backend": "flashinfer"},
+        {"dcp_comm_backend": "fi_a2a"},
+        {"enable_hierarchical_cache": True},
+        {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "mooncake"},
+        {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
+        {"enable_unified_memory": True},
+        {"page_size": 32},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_real_command_that_cannot_be_served_is_refused_by_us(resolve, settings):
+    with pytest.raises(ValueError, match="nsa-dcp cannot serve this command"):
+        resolve(tp_size=4, dcp_size=4, attention_backend="nsa", **settings)
+
+
+def test_pooled_index_keys_are_refused(resolve):
+    with pytest.raises(ValueError, match="index_kpool 4"):
+        resolve({"index_kpool": 4}, tp_size=4, dcp_size=4, attention_backend="nsa")
+
+
+def test_another_sglang_is_refused_at_the_first_step(resolve, monkeypatch):
+    from nsa_dcp.sglang_plugin import compat
+
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.5.24")
+    with pytest.raises(RuntimeError, match=r"needs sglang 0\.5\.23, found 0\.5\.24"):
+        resolve(tp_size=4, dcp_size=4, attention_backend="nsa")
+
+
+def test_what_resolution_makes_of_a_command_is_checked_as_well(resolve, monkeypatch):
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    @register_resolution_hook("handle_speculative_decoding")
+    def choose_something_else(server_args, previous):
+        previous(server_args)
+        declare_resolution(server_args, "test", dsa_decode_backend="fa3")
+
+    with pytest.raises(ValueError, match="--dsa-decode-backend fa3"):
+        resolve(tp_size=4, dcp_size=4, attention_backend="nsa")
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ({}, {"tp_size": 4}),
+        ({}, {"tp_size": 4, "attention_backend": "nsa", "dsa_decode_backend": "fa3"}),
+        (DEEPSEEK_V2, {"tp_size": 4, "dcp_size": 4, "attention_backend": "flashinfer"}),
+    ],
+    ids=["dsa-without-dcp", "dsa-without-dcp-fa3", "dcp-without-dsa"],
+)
+def test_a_command_that_is_not_ours_resolves_exactly_as_without_us(model_path, monkeypatch, config, settings):
+    from sglang.srt.arg_groups import resolution_hooks
+    from sglang.srt.server_args import ServerArgs
+
+    def declarations():
+        server_args = ServerArgs(model_path=model_path(**config), device="cuda", random_seed=1, **settings)
+        server_args.resolve_once()
+        return [(source, {k: repr(v) for k, v in fields.items()}) for source, fields in server_args._resolved_overrides]
+
+    ours = declarations()
+    monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
+    assert ours == declarations()

@@ -1,0 +1,191 @@
+"""The factory fails closed: whatever is not as expected stops the server with one sentence."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("registered", "on_hopper")]
+
+DCP_SIZE, DCP_RANK, HEADS = 4, 1, 64
+
+
+@pytest.fixture
+def runner(make_rank, model_path):
+    """A model runner as the factory meets it: real arguments, pool and allocator, a model of one attention layer."""
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+    from sglang.srt.server_args import ServerArgs
+
+    server_args = ServerArgs(
+        model_path=model_path(), device="cuda", tp_size=DCP_SIZE, dcp_size=DCP_SIZE, attention_backend="nsa"
+    )
+    server_args.resolve_once()
+    rank = make_rank(DCP_SIZE, DCP_RANK, "bfloat16")
+    attention = object.__new__(DeepseekV2AttentionMLA)
+    torch.nn.Module.__init__(attention)
+    attention.dcp_size = DCP_SIZE
+    attention.attn_mqa_for_dcp_decode = SimpleNamespace(tp_q_head_num=HEADS)
+    return SimpleNamespace(
+        server_args=server_args,
+        is_draft_worker=False,
+        token_to_kv_pool=rank.pool,
+        token_to_kv_pool_allocator=rank.allocator,
+        model=torch.nn.ModuleList([attention]),
+        prefill_attention_backend_str="nsa",
+        decode_attention_backend_str="nsa",
+    )
+
+
+@pytest.fixture
+def build(registered, monkeypatch):
+    """Build through the registered factory, with the stock factory and our class replaced by markers."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from nsa_dcp.sglang_plugin import backend
+
+    monkeypatch.setattr(backend, "DcpDeepseekSparseAttnBackend", lambda model_runner: ("ours", model_runner))
+    for name in ("nsa", "dsa"):
+        monkeypatch.setattr(ATTENTION_BACKENDS[name], "stock", lambda model_runner: ("stock", model_runner))
+    yield lambda model_runner, name="nsa": ATTENTION_BACKENDS[name](model_runner)
+    envs.SGLANG_DSA_TOPK_BROADCAST.clear()
+
+
+@pytest.mark.parametrize("name", ["nsa", "dsa"])
+def test_dcp_on_flashmla_kv_gets_our_backend_and_one_selection_for_all_ranks(build, runner, name):
+    from sglang.srt.environ import envs
+
+    assert build(runner, name) == ("ours", runner)
+    assert envs.SGLANG_DSA_TOPK_BROADCAST.get()
+
+
+def test_a_draft_worker_gets_sglangs_backend(build, runner):
+    from sglang.srt.environ import envs
+
+    runner.is_draft_worker = True
+    assert build(runner) == ("stock", runner)
+    assert not envs.SGLANG_DSA_TOPK_BROADCAST.get()
+
+
+def test_without_dcp_sglangs_backend_is_returned_untouched(build, runner, publish_rank):
+    publish_rank(1, 0)
+    assert build(runner) == ("stock", runner)
+
+
+def test_another_sparse_backend_on_another_gpu_is_left_to_sglang(build, runner, publish_rank, monkeypatch):
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    from nsa_dcp.sglang_plugin import resolution
+
+    monkeypatch.setattr(resolution, "_gpu_capability", lambda: (10, 0))
+    declare_resolution(runner.server_args, "test", dsa_prefill_backend="trtllm", dsa_decode_backend="trtllm")
+    publish_rank(DCP_SIZE, DCP_RANK, dsa_prefill_backend="trtllm", dsa_decode_backend="trtllm")
+    assert build(runner) == ("stock", runner)
+
+
+def break_version(runner, monkeypatch):
+    from nsa_dcp.sglang_plugin import compat
+
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.5.24")
+
+
+def break_symbol(runner, monkeypatch):
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+
+    monkeypatch.setattr(DeepseekSparseAttnBackend, "_forward_flashmla_kv", lambda self, q: q)
+
+
+def break_hooks(runner, monkeypatch):
+    from sglang.srt.arg_groups import resolution_hooks
+
+    monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
+
+
+def break_published_backend(runner, monkeypatch):
+    from sglang.srt.runtime_context import get_exec
+
+    get_exec().kernel._set("dsa_prefill_backend", "flashmla_sparse")
+
+
+def break_group(runner, monkeypatch):
+    from sglang.srt.runtime_context import get_parallel
+
+    monkeypatch.setattr(get_parallel().dcp_group, "rank_in_group", 3)
+
+
+def break_shard(runner, monkeypatch):
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    shard = SimpleNamespace(world_size=DCP_SIZE, rank_in_group=DCP_RANK, ranks=[0, 1, 4, 5])
+    parallel.override_permanently(attn_tp_group=shard)
+
+
+def break_pool_class(runner, monkeypatch):
+    runner.token_to_kv_pool.__class__ = type("OtherPool", (type(runner.token_to_kv_pool),), {})
+
+
+def break_row_layout(runner, monkeypatch):
+    runner.token_to_kv_pool.kv_buffer = [rows[..., :512] for rows in runner.token_to_kv_pool.kv_buffer]
+
+
+def break_allocator(runner, monkeypatch):
+    runner.token_to_kv_pool_allocator.page_size = 64
+
+
+def break_index_span(runner, monkeypatch):
+    cache = runner.token_to_kv_pool.index_key_cache
+    cache.buffer = [pages[:-1] for pages in cache.buffer]
+
+
+def break_lse_base(runner, monkeypatch):
+    runner.decode_attention_backend_str = "flashmla"
+
+
+def break_model(runner, monkeypatch):
+    runner.model = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+
+
+def break_layer(runner, monkeypatch):
+    runner.model[0].dcp_size = 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (break_version, r"needs sglang 0\.5\.23, found 0\.5\.24"),
+        (break_symbol, r"_forward_flashmla_kv takes \(self, q\)"),
+        (break_hooks, "its hook around handle_decode_context_parallelism"),
+        (break_published_backend, "both DSA backends to be flashmla_kv, found flashmla_sparse"),
+        (break_group, "DCP rank 1, found 3"),
+        (break_shard, r"the DCP group \[0, 1, 2, 3\] inside one attention-TP group"),
+        (break_pool_class, "a DSATokenToKVPool, found OtherPool"),
+        (break_row_layout, "bfloat16 cache rows of 1152 bytes, found 1024"),
+        (break_allocator, "an allocator of 512 slots in pages of 256, found 512 in pages of 64"),
+        (break_index_span, "index keys for 768 slots in layer 0, found 704"),
+        (break_lse_base, "base-2 log-sum-exps to be merged for flashmla"),
+        (break_model, "DeepseekV2AttentionMLA layers in the model, found none"),
+        (break_layer, "layers that run DCP over 4 ranks, found 1"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_what_is_not_as_expected_stops_the_server(build, runner, monkeypatch, spoil, sentence):
+    spoil(runner, monkeypatch)
+    with pytest.raises(RuntimeError, match=sentence):
+        build(runner)
+
+
+def test_the_command_is_checked_again_in_the_scheduler(build, runner):
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(runner.server_args, "test", enable_hisparse=True)
+    with pytest.raises(ValueError, match="--enable-hisparse"):
+        build(runner)
+
+
+def test_no_backend_in_sglangs_registry_stops_the_server(registered, runner):
+    from nsa_dcp.sglang_plugin.plugin import BackendFactory
+
+    runner.is_draft_worker = True
+    with pytest.raises(RuntimeError, match="a DSA attention backend in sglang's registry, found none"):
+        BackendFactory(None)(runner)
