@@ -11,6 +11,10 @@ from nsa_dcp_kernels.reference import accumulator
 
 Group = dist.ProcessGroup | None
 
+# torch 2.13 renamed the single-tensor collectives and warns on the names that 2.10 to 2.12 have.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def size_of(group: Group) -> int:
     """Ranks in a group; 1 for None."""
@@ -73,7 +77,7 @@ def all_gather(local: torch.Tensor, group: Group) -> torch.Tensor:
     if size_of(group) == 1:
         return local.unsqueeze(0)
     gathered = local.new_empty(group.size(), *local.shape)
-    dist.all_gather_into_tensor(gathered.flatten(0, 1) if local.dim() else gathered, local.contiguous(), group=group)
+    _all_gather_single(gathered.flatten(0, 1) if local.dim() else gathered, local.contiguous(), group=group)
     return gathered
 
 
@@ -148,5 +152,5 @@ def _merge_ag_rs(out: torch.Tensor, lse: torch.Tensor, group: Group) -> torch.Te
     num_tokens, _, dim = out.shape
     chunks = scaled.view(num_tokens, group.size(), -1, dim).transpose(0, 1).contiguous()
     merged = torch.empty_like(chunks[0])
-    dist.reduce_scatter_tensor(merged, chunks.flatten(0, 1), group=group)
+    _reduce_scatter_single(merged, chunks.flatten(0, 1), group=group)
     return merged.to(out.dtype)

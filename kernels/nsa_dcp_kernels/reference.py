@@ -222,14 +222,18 @@ def attend_sparse(
 def _attend(
     q: torch.Tensor, kv_rows: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, sm_scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    gathered = kv_rows.index_select(0, rows.clamp(min=0).flatten().long())
-    kv = unpack_latent(gathered) if kv_rows.dtype == torch.uint8 else gathered
-    # [t, K, 576]; what is not selected may be NaN, and NaN * 0 is NaN, so it is replaced, not weighted away.
-    kv = kv.to(q.dtype).view(*rows.shape, LATENT_DIM).masked_fill(~valid.unsqueeze(-1), 0.0)
-    scores = torch.bmm(q, kv.transpose(1, 2)) * sm_scale
-    scores = scores.masked_fill(~valid.unsqueeze(1), float("-inf"))
+    # Each cache row is converted once however many queries select it. Entries that select nothing read a row of zeros
+    # put behind the others: a row that is not selected may hold NaN, and NaN * 0 is NaN.
+    used, place = torch.unique(rows[valid], return_inverse=True)
+    stored = kv_rows.index_select(0, used.long())
+    stored = (unpack_latent(stored) if kv_rows.dtype == torch.uint8 else stored).to(q.dtype)
+    stored = torch.cat([stored, stored.new_zeros(1, LATENT_DIM)])
+    places = torch.full(rows.shape, used.shape[0])
+    places[valid] = place
+    kv = stored.index_select(0, places.flatten()).view(*rows.shape, LATENT_DIM)  # [t, K, 576]
+    scores = (torch.bmm(q, kv.transpose(1, 2)) * sm_scale).masked_fill_(~valid.unsqueeze(1), float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
-    weight = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(~valid.unsqueeze(1), 0.0)
+    weight = torch.exp(scores - lse.unsqueeze(-1)).masked_fill_(~valid.unsqueeze(1), 0.0)
     return torch.bmm(weight, kv[..., :KV_LORA_RANK]).to(dtype), lse
 
 

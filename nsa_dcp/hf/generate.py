@@ -68,7 +68,7 @@ def run_generate(args: argparse.Namespace) -> int:
         ValueError, NotImplementedError, RuntimeError: refused or failed; the message says why.
     """
     from nsa_dcp.hf.checkpoint import read_shape, resolve_checkpoint
-    from nsa_dcp.hf.launcher import run_ranks
+    from nsa_dcp.launcher import run_ranks
 
     config = DcpConfig(
         tp_size=args.tp_size or args.dcp_size,
@@ -101,9 +101,7 @@ def run_generate(args: argparse.Namespace) -> int:
         eos_ids=frozenset() if args.ignore_eos else eos_ids,
     )
     started = time.perf_counter()
-    ranks = run_ranks(
-        generate_on_rank, config.tp_size, (job,), args.device, args.timeout, on_message=_Progress().show
-    )
+    ranks = run_ranks(generate_on_rank, config.tp_size, (job,), args.device, args.timeout, on_message=_Progress().show)
     outputs = ranks[0]["output_ids"]
     difference = check_job(job, outputs) if args.check else None
     report = {
@@ -118,9 +116,7 @@ def run_generate(args: argparse.Namespace) -> int:
         "dtype": dtype,
         "device": args.device,
         "seconds": round(time.perf_counter() - started, 3),
-        "prompts": [
-            {"prompt_tokens": len(prompt), "output_ids": output} for prompt, output in zip(prompts, outputs)
-        ],
+        "prompts": [{"prompt_tokens": len(prompt), "output_ids": output} for prompt, output in zip(prompts, outputs)],
         "ranks": [rank["usage"] for rank in ranks],
         "check": None if not args.check else {"identical": difference is None, "first_difference": difference},
     }

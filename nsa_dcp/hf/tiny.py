@@ -1,7 +1,8 @@
 """Tiny DSA models with the real head dimensions and seeded random weights, written as ordinary checkpoints.
 
 They exist so that the algorithm can be run and checked anywhere: 512/64 latent and 128 index dimensions, index sharing
-between GLM's layers, dense and MoE layers, a byte-pair tokenizer. 24 heads can be split over 1, 2, 3, 4, 6, 8 and 12 ranks.
+between GLM's layers, dense and MoE layers, a byte-pair tokenizer. 8 heads can be split over 1, 2, 4 and 8 ranks; other
+counts can be asked for.
 """
 
 import importlib.resources
@@ -16,8 +17,8 @@ _COMMON = {
     "intermediate_size": 512,
     "moe_intermediate_size": 128,
     "num_hidden_layers": 4,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
@@ -29,9 +30,9 @@ _COMMON = {
     "qk_rope_head_dim": 64,
     "index_head_dim": 128,
     "index_n_heads": 8,
-    "index_topk": 128,
+    "index_topk": 64,
     "max_position_embeddings": 16384,
-    "initializer_range": 0.05,
+    "initializer_range": 0.1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "bos_token_id": 0,
     "eos_token_id": 1,

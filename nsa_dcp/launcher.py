@@ -46,7 +46,7 @@ def run_ranks(
     """
     # Ranks are forked from a process that has imported the heavy packages once, and no thread of this one is copied.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "nsa_dcp.hf.engine", "nsa_dcp.hf.preload"])
+    context.set_forkserver_preload(["torch", "nsa_dcp.comm", "nsa_dcp.hf.engine", "nsa_dcp.hf.preload"])
     with tempfile.TemporaryDirectory(prefix="nsa-dcp-") as meeting_place:
         init_method = f"file://{Path(meeting_place) / 'ranks'}"
         processes, pipes = [], {}
