@@ -20,7 +20,7 @@ SHAPES = [
     pytest.param(3, 2, 1, 65, id="odd-dim"),
     pytest.param(4, 1, 3, 100, id="dim-100"),
     pytest.param(8, 3, 8, 512, id="dcp8-mla"),
-    pytest.param(11, 2, 2, 32, id="more-partials-than-held-at-once"),
+    pytest.param(20, 5, 4, 32, id="more-partials-than-held-at-once"),
     pytest.param(8, 63, 1, 8, id="63-tokens"),
     pytest.param(2, 65, 2, 1, id="65-tokens-one-value"),
 ]

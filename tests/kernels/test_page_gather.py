@@ -112,8 +112,10 @@ def test_kernel_remaps_as_the_reference_does(width, dcp_size, device):
     slots[0, 0], slots[1] = last, -1
     got = kernels.remap_to_gathered(slots.to(device), page_pos.to(device), dcp_size, 256, 64)
     assert_bitwise_equal(got, reference.remap_to_gathered(slots, page_pos, dcp_size, 256, 64))
-    strided = torch.stack([slots, torch.full_like(slots, POISON_INT)], dim=-1).to(device)
-    for view in (strided.flatten(1)[:, ::2], strided[:, :, 0]):
+    poison = torch.full_like(slots, POISON_INT)
+    every_other = torch.stack([slots, poison], dim=-1).to(device)[:, :, 0]
+    first_columns = torch.cat([slots, poison], dim=-1).to(device)[:, :width]
+    for view in (every_other, first_columns):
         again = kernels.remap_to_gathered(view, page_pos.to(device), dcp_size, 256, 64)
         assert_bitwise_equal(again, got)
 

@@ -21,7 +21,7 @@ SHAPES = [
     pytest.param(3, 2, 1, 100, id="dcp3"),
     pytest.param(4, 63, 1, 2, id="63-tokens"),
     pytest.param(8, 3, 8, 512, id="dcp8-mla"),
-    pytest.param(11, 2, 2, 32, id="more-partials-than-held-at-once"),
+    pytest.param(20, 5, 4, 32, id="more-partials-than-held-at-once"),
 ]
 
 
