@@ -12,12 +12,14 @@ from nsa_dcp_kernels.localize import localize_topk
 from nsa_dcp_kernels.lse_merge import merge_partials
 from nsa_dcp_kernels.page_gather import gather_pages, remap_to_gathered
 from nsa_dcp_kernels.partial_pack import merge_packed, pack_partials, unpack_partials
+from nsa_dcp_kernels.schedule import SparsePlan, plan_sparse
 from nsa_dcp_kernels.selection import LocalSelection, attend_selection, localize_selection
 from nsa_dcp_kernels.sparse_mla import attend_sparse
 from nsa_dcp_kernels.topk import select_topk
 
 __all__ = [
     "LocalSelection",
+    "SparsePlan",
     "attend_selection",
     "attend_sparse",
     "gather_index_keys",
@@ -28,6 +30,7 @@ __all__ = [
     "merge_partials",
     "pack_latent",
     "pack_partials",
+    "plan_sparse",
     "remap_to_gathered",
     "scatter_index_keys_",
     "scatter_latent_",

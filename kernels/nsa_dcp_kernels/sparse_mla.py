@@ -32,6 +32,24 @@ def attend_sparse(
 
     Raises:
         ValueError: a shape or dtype is not as above.
+        NotImplementedError: on a GPU, more than 128 heads.
+        RuntimeError: on a GPU, no Hopper GPU or no FlashMLA.
+    """
+    check_attend(q, kv_rows, topk_rows, topk_length)
+    if q.is_cuda:
+        from nsa_dcp_kernels._flash_mla import attend_sparse as launch
+
+        return launch(q, kv_rows, topk_rows, topk_length, sm_scale)
+    return reference.attend_sparse(q, kv_rows, topk_rows, topk_length, sm_scale)
+
+
+def check_attend(
+    q: torch.Tensor, kv_rows: torch.Tensor, topk_rows: torch.Tensor, topk_length: torch.Tensor | None
+) -> None:
+    """Check the arguments of `attend_sparse`.
+
+    Raises:
+        ValueError: a shape or dtype is not as documented there.
     """
     floats = (torch.bfloat16, torch.float32, torch.float64)
     check_tensor(q, "q", (None, None, LATENT_DIM), floats)
@@ -41,8 +59,3 @@ def attend_sparse(
     if topk_length is not None:
         check_tensor(topk_length, "topk_length", (q.shape[0],), torch.int32, like=q)
     check(not q.is_cuda or q.dtype == torch.bfloat16, "q", "be bfloat16 on a GPU", q.dtype)
-    if q.is_cuda:
-        from nsa_dcp_kernels._flash_mla import attend_sparse as launch
-
-        return launch(q, kv_rows, topk_rows, topk_length, sm_scale)
-    return reference.attend_sparse(q, kv_rows, topk_rows, topk_length, sm_scale)

@@ -1,0 +1,252 @@
+"""Kernel of `plan_rows`: schedule_reference.py on the device, one program per row.
+
+Each program weighs the two layouts for its whole launch (sums over at most 2 * parts lengths; repeating them costs less
+than a launch that computes them once) and then writes what concerns its own row: the schedule of the parts that start
+in it, its entry of `num_splits`, and its indices, moved to where the schedule expects them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa_dcp_kernels import schedule_reference
+
+BLOCK = tl.constexpr(schedule_reference.BLOCK)
+PIECE_COST = tl.constexpr(schedule_reference.PIECE_COST)
+
+
+@triton.jit
+def _load_blocks(length_ptr, row, num_rows):
+    """Blocks of a row, 0 outside the launch."""
+    held = (row >= 0) & (row < num_rows)
+    length = tl.load(length_ptr + row, mask=held, other=0)
+    return tl.where(held, tl.maximum((length + BLOCK - 1) // BLOCK, 1), 0)
+
+
+@triton.jit
+def _group_blocks(blocks, after, row, paired):
+    """Blocks of the group that a row leads: itself, or with `paired` also the next; 0 if it leads none."""
+    with_partner = blocks + tl.where(after > 0, after + PIECE_COST, 0)
+    return tl.where(paired, tl.where(row % 2 == 0, with_partner, 0), blocks)
+
+
+@triton.jit
+def _fit_grouped(groups, first, parts, NUM_LOADS: tl.constexpr, STRIDE: tl.constexpr):
+    """How many of the loads first, first + STRIDE, ... are too small for every group to have parts of its own."""
+    load = (first + STRIDE * tl.arange(0, NUM_LOADS)).to(tl.float32)
+    # ceil(group / load) in floats: half an entry away from every integer, so rounding cannot move it.
+    pieces = tl.floor((groups.to(tl.float32)[:, None] + (load - 0.5)[None, :]) * (1.0 / load)[None, :])
+    return tl.sum((tl.sum(pieces, axis=0) > parts).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _fit_even(blocks, first, parts, shares, NUM_LOADS: tl.constexpr, STRIDE: tl.constexpr):
+    """The same for parts that neighbours share."""
+    load = first + STRIDE * tl.arange(0, NUM_LOADS)
+    width2 = tl.maximum(2 * (blocks + PIECE_COST)[:, None], (load * shares)[None, :])
+    width2 = tl.where((blocks > 0)[:, None], width2, 0)
+    return tl.sum((tl.sum(width2, axis=0) > 2 * load * parts).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _line(blocks, after, row, load, even, paired, shares):
+    """(gap2, width2) of a row on the line, in half blocks; zeros for no row."""
+    even_width2 = tl.maximum(2 * (blocks + PIECE_COST), load * shares)
+    group = _group_blocks(blocks, after, row, paired)
+    whole = (group + load - 1) // load * load
+    follows = paired & (row % 2 == 1)
+    grouped_gap2 = tl.where(follows, 2 * PIECE_COST, 2 * (whole - group))
+    gap2 = tl.where(even, even_width2 - 2 * blocks, grouped_gap2)
+    gap2 = tl.where(blocks > 0, gap2, 0)
+    return gap2, gap2 + 2 * blocks
+
+
+@triton.jit
+def _cut_block(cut, start2, gap2, step):
+    """The block of a row at which a cut falls; 0 is the row's start."""
+    return tl.maximum((cut * step - start2 - gap2) // 2, 0)
+
+
+@triton.jit
+def _schedule_kernel(
+    rows_ptr,
+    length_ptr,
+    aligned_ptr,
+    schedule_ptr,
+    num_splits_ptr,
+    total_rows,
+    launch_rows,
+    width,
+    parts,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_CUTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    NUM_LOADS: tl.constexpr,
+):
+    token = tl.program_id(0)
+    launch = token // launch_rows
+    this = token % launch_rows
+    num_rows = tl.minimum(launch_rows, total_rows - launch * launch_rows)
+    length_ptr += launch * launch_rows
+    row_blocks = width // BLOCK
+
+    row = tl.arange(0, BLOCK_T)
+    blocks = _load_blocks(length_ptr, row, num_rows)
+    before = _load_blocks(length_ptr, row - 1, num_rows)
+    after = _load_blocks(length_ptr, row + 1, num_rows)
+
+    # The smallest load of either layout: NUM_LOADS coarse steps, then NUM_LOADS fine ones.
+    paired = num_rows > parts
+    shares = tl.where(paired, 1, 2)
+    groups = _group_blocks(blocks, after, row, paired)
+    coarse = NUM_LOADS * _fit_grouped(groups, NUM_LOADS, parts, NUM_LOADS, NUM_LOADS)
+    grouped_load = coarse + 1 + _fit_grouped(groups, coarse + 1, parts, NUM_LOADS, 1)
+    coarse = NUM_LOADS * _fit_even(blocks, NUM_LOADS, parts, shares, NUM_LOADS, NUM_LOADS)
+    even_load = coarse + 1 + _fit_even(blocks, coarse + 1, parts, shares, NUM_LOADS, 1)
+    is_partial = (blocks > 0) & (blocks < row_blocks)
+    shortest = tl.min(tl.where(is_partial & paired, tl.maximum(2 * (blocks + PIECE_COST), even_load), 2 * even_load))
+    worst = even_load + tl.maximum((2 * even_load - shortest + 1) // 2 - PIECE_COST, 0)
+    even = worst < grouped_load
+    load = tl.where(even, even_load, grouped_load)
+    step = 2 * load
+    moves = even & paired
+
+    # Every row on the line, and how many pieces it falls into.
+    gap2, width2 = _line(blocks, after, row, load, even, paired, shares)
+    end2 = tl.cumsum(width2, axis=0)
+    start2 = end2 - width2
+    first_cut = (start2 + step - 1) // step
+    num_cuts = (end2 + step - 1) // step - first_cut
+    first_block = _cut_block(first_cut, start2, gap2, step)
+    before_width2 = tl.maximum(2 * (before + PIECE_COST), load * shares)
+    sees_three = moves & (row >= 2) & ((first_cut - 1) * step < start2 - before_width2) & (before < row_blocks)
+    starts_at_cut = (num_cuts > 0) & (sees_three | (first_block == 0))
+    pieces = tl.where(blocks > 0, 1 + num_cuts - starts_at_cut.to(tl.int32), 0)
+    splits_before = tl.sum(tl.where(row < this, pieces, 0))
+
+    # This row, as scalars.
+    my_start2 = tl.sum(tl.where(row < this, width2, 0))
+    my_blocks = _load_blocks(length_ptr, this, num_rows)
+    my_before = _load_blocks(length_ptr, this - 1, num_rows)
+    my_after = _load_blocks(length_ptr, this + 1, num_rows)
+    my_gap2, my_width2 = _line(my_blocks, my_after, this, load, even, paired, shares)
+    my_cut = (my_start2 + step - 1) // step
+    end_cut = (my_start2 + my_width2 + step - 1) // step
+    my_first_block = _cut_block(my_cut, my_start2, my_gap2, step)
+    before_start2 = my_start2 - tl.maximum(2 * (my_before + PIECE_COST), load * shares)
+    moved = moves & (this >= 2) & ((my_cut - 1) * step < before_start2) & (my_before < row_blocks)
+    my_first_block = tl.where(moved, 0, my_first_block)
+    starts_part = (end_cut > my_cut) & (my_first_block == 0)
+    my_pieces = 1 + end_cut - my_cut - starts_part.to(tl.int32)
+
+    # The first cut past this row ends the last part that starts in it.
+    next_row = tl.sum(((blocks > 0) & (end2 <= end_cut * step)).to(tl.int32))
+    next_start2 = tl.sum(tl.where(row < next_row, width2, 0))
+    next_blocks = _load_blocks(length_ptr, next_row, num_rows)
+    next_before = _load_blocks(length_ptr, next_row - 1, num_rows)
+    next_after = _load_blocks(length_ptr, next_row + 1, num_rows)
+    next_gap2, _ = _line(next_blocks, next_after, next_row, load, even, paired, shares)
+    next_block = _cut_block(end_cut, next_start2, next_gap2, step)
+    before_start2 = next_start2 - tl.maximum(2 * (next_before + PIECE_COST), load * shares)
+    moved = moves & (next_row >= 2) & ((end_cut - 1) * step < before_start2) & (next_before < row_blocks)
+    next_block = tl.where(moved | (next_row >= num_rows), 0, next_block)
+    is_followed = (next_row > this + 1) | (next_block > 0)
+
+    head_blocks = tl.where(starts_part, 0, my_first_block)
+    head_blocks = tl.where(is_followed & (starts_part | (my_pieces > 1)), head_blocks, my_blocks)
+    tail_shift = row_blocks - my_blocks
+
+    cut = my_cut + tl.arange(0, BLOCK_CUTS)
+    begin = tl.where(cut == my_cut, my_first_block, _cut_block(cut, my_start2, my_gap2, step))
+    is_last = cut + 1 >= end_cut
+    last = tl.where(is_last, tl.where(next_block > 0, next_row, next_row - 1), this)
+    end = tl.where(next_block > 0, next_block, next_before)
+    end = tl.where(is_last, end, _cut_block(cut + 1, my_start2, my_gap2, step))
+    split = tl.where(begin > 0, cut - my_cut + 1 - starts_part.to(tl.int32), 0)
+    my_split = (my_pieces > 1).to(tl.int32)
+    last_split = tl.where(last == this, my_split, (next_block > 0).to(tl.int32))
+    begin += tl.where(begin >= head_blocks, tail_shift, 0)
+    end += tl.where((last == this) & (end > head_blocks), tail_shift, 0)
+    schedule_ptr += launch * parts * 8
+    record_ptr = schedule_ptr + cut * 8
+    is_mine = cut < end_cut
+    tl.store(record_ptr, tl.full([BLOCK_CUTS], 0, tl.int32) + this, mask=is_mine)
+    tl.store(record_ptr + 1, begin, mask=is_mine)
+    tl.store(record_ptr + 2, last, mask=is_mine)
+    tl.store(record_ptr + 3, end, mask=is_mine)
+    tl.store(record_ptr + 4, split, mask=is_mine)
+    tl.store(record_ptr + 5, tl.full([BLOCK_CUTS], 0, tl.int32) + my_split, mask=is_mine)
+    tl.store(record_ptr + 6, last_split, mask=is_mine)
+    tl.store(record_ptr + 7, tl.zeros([BLOCK_CUTS], tl.int32), mask=is_mine)
+    num_splits_ptr += launch * (launch_rows + 1)
+    tl.store(num_splits_ptr + this, splits_before)
+
+    if this == num_rows - 1:
+        tl.store(num_splits_ptr + num_rows, splits_before + my_pieces)
+        part = tl.arange(0, BLOCK_PARTS)
+        field = tl.arange(0, 8)
+        idle = tl.where(field == 0, num_rows, tl.where(field == 2, num_rows - 1, 0))
+        idle_at = schedule_ptr + part[:, None] * 8 + field[None, :]
+        is_idle = (part >= end_cut) & (part < parts)
+        tl.store(idle_at, tl.zeros([BLOCK_PARTS, 8], tl.int32) + idle[None, :], mask=is_idle[:, None])
+
+    # The row's indices: its head where it is, its tail at the end, -1 between.
+    column = tl.arange(0, BLOCK_K)
+    my_length = tl.load(length_ptr + this)
+    head = tl.minimum(head_blocks * BLOCK, my_length)
+    in_head = column < head
+    in_tail = column >= head + width - my_length
+    source = tl.where(in_tail, column - (width - my_length), column)
+    row_at = token.to(tl.int64) * width
+    read = (in_head | in_tail) & (column < width)
+    index = tl.load(rows_ptr + row_at + source, mask=read, other=-1)
+    tl.store(aligned_ptr + row_at + column, index, mask=column < width)
+
+
+def plan_rows(
+    rows: torch.Tensor, length: torch.Tensor, parts: int, launch_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Schedule rows whose valid entries stand first, `launch_rows` of them to a FlashMLA launch.
+
+    Args:
+        rows: [T, K] int32, contiguous, K a multiple of 64; T at least 1.
+        length: [T] int32.
+        parts: SM parts.
+        launch_rows: at most 2 * parts.
+
+    Returns:
+        aligned: [T, K] int32.
+        schedule: [launches, parts, 8] int32.
+        num_splits: [launches, launch_rows + 1] int32; the last launch fills as many as it has rows, and one.
+    """
+    num_tokens, width = rows.shape
+    launch_rows = min(launch_rows, num_tokens)
+    launches = triton.cdiv(num_tokens, launch_rows)
+    row_blocks = width // schedule_reference.BLOCK
+    aligned = torch.empty_like(rows)
+    schedule = torch.empty((launches, parts, 8), dtype=torch.int32, device=rows.device)
+    num_splits = torch.empty((launches, launch_rows + 1), dtype=torch.int32, device=rows.device)
+    # No load exceeds two whole rows and what their starts cost.
+    largest = 2 * (row_blocks + schedule_reference.PIECE_COST)
+    num_loads = 2
+    while num_loads * num_loads < largest:
+        num_loads *= 2
+    _schedule_kernel[(num_tokens,)](
+        rows,
+        length,
+        aligned,
+        schedule,
+        num_splits,
+        num_tokens,
+        launch_rows,
+        width,
+        parts,
+        BLOCK_T=triton.next_power_of_2(launch_rows),
+        BLOCK_K=triton.next_power_of_2(width),
+        BLOCK_CUTS=triton.next_power_of_2(row_blocks + 1),
+        BLOCK_PARTS=triton.next_power_of_2(parts),
+        NUM_LOADS=num_loads,
+        num_warps=4,
+    )
+    return aligned, schedule, num_splits
