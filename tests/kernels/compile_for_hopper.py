@@ -1,0 +1,85 @@
+"""Compile every kernel for sm_90 as its launch function specialises it, on a machine without a GPU.
+
+The interpreter accepts programs that Triton's compiler rejects. Sizes of 1 and multiples of 16 are among those
+compiled, since Triton specialises them. Run in a process of its own: the interpreter, once chosen, cannot be left.
+Prints the name of each kernel compiled.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from nsa_dcp_kernels._triton import kv_pack, lse_merge, page_gather, partial_pack
+
+
+class HopperWithoutDevice:
+    """What the compiler asks of a driver; nothing is launched."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_instead_of_launching(launch):
+    def run(self, *args, grid, warmup, **kwargs):
+        launch(self, *args, grid=grid, warmup=True, **kwargs)
+        print(self.__name__)
+
+    return run
+
+
+def compile_merges() -> None:
+    for dtype, num_partials, num_tokens, num_heads, dim in [
+        (torch.bfloat16, 1, 1, 1, 512),
+        (torch.bfloat16, 8, 128, 8, 512),
+        (torch.float16, 3, 3, 5, 66),
+        (torch.float32, 20, 1, 2, 64),
+    ]:
+        out = torch.zeros(num_partials, num_tokens, num_heads, dim, dtype=dtype)
+        lse = torch.zeros(num_partials, num_tokens, num_heads)
+        lse_merge.merge_partials(out, lse)
+        packed = partial_pack.pack_partials(out[0], lse[0], num_heads).expand(num_heads, -1, -1, -1)
+        partial_pack.unpack_partials(packed, dtype)
+        partial_pack.merge_packed(packed, dtype)
+
+
+def compile_cache_writes() -> None:
+    for dtype, num_tokens, slot_dtype, group in [
+        (torch.bfloat16, 1, torch.int32, (1, 0, 1)),
+        (torch.bfloat16, 128, torch.int64, (8, 7, 1)),
+        (torch.float32, 3, torch.int64, (3, 1, 64)),
+    ]:
+        k_nope, k_rope = torch.zeros(num_tokens, 512, dtype=dtype), torch.zeros(num_tokens, 64, dtype=dtype)
+        kv_pack.unpack_latent(kv_pack.pack_latent(k_nope, k_rope))
+        slots = torch.zeros(num_tokens, dtype=slot_dtype)
+        for cache in (torch.zeros(64, 656, dtype=torch.uint8), torch.zeros(64, 576, dtype=torch.bfloat16)):
+            kv_pack.scatter_latent_(cache, k_nope, k_rope, slots, *group)
+        for cache in (torch.zeros(1, 64 * 132, dtype=torch.uint8), torch.zeros(64, 128, dtype=torch.bfloat16)):
+            kv_pack.scatter_index_keys_(cache, k_nope[:, :128], slots)
+            kv_pack.gather_index_keys(cache, slots)
+
+
+def compile_page_gather() -> None:
+    page_gather.gather_pages(torch.zeros(128, 656, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32), 64)
+    page_gather.gather_pages(torch.zeros(3, 1, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32), 3)
+    for dcp_size, width in [(1, 1), (3, 100), (8, 2048)]:
+        slots = torch.zeros(3, width, dtype=torch.int32)
+        page_gather.remap_to_gathered(slots, torch.zeros(dcp_size, dtype=torch.int32), dcp_size, 64, 64)
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(HopperWithoutDevice())
+    JITFunction.run = compile_instead_of_launching(JITFunction.run)
+    compile_merges()
+    compile_cache_writes()
+    compile_page_gather()
