@@ -135,5 +135,6 @@ def load_tokenizer(directory: Path) -> object:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"prompts must be lists of token ids for a checkpoint without a tokenizer, got strings ({directory}: {error})"
+            "prompts must be lists of token ids for a checkpoint without a tokenizer, got strings "
+            f"({directory}: {error})"
         ) from None

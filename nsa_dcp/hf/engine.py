@@ -1,4 +1,4 @@
-"""One rank of the embedded engine: a transformers model whose attention runs under DCP, and greedy generation with it."""
+"""One rank of the embedded engine: a transformers model whose attention runs under DCP, and greedy generation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

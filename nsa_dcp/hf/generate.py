@@ -198,7 +198,8 @@ def read_prompts(path: Path) -> list[str | list[int]]:
         is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
         if not (isinstance(prompt, str) or is_ids) or not prompt:
             raise ValueError(
-                f"prompts must each be a non-empty string or list of token ids, got {str(prompt)[:60]!r} as number {number}"
+                "prompts must each be a non-empty string or list of token ids, got "
+                f"{str(prompt)[:60]!r} as number {number}"
             )
     return prompts
 

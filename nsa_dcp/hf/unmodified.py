@@ -1,8 +1,8 @@
 """The unmodified transformers model, one prompt at a time: what the engine is checked against.
 
-It shares nothing with the engine but the checkpoint: no paging, no sharding, no absorbed projections, no selection code.
-A rounding cache is rounded the same way: transformers caches the latent and the index key before they are expanded, so a
-cache that stores them rounded is all it takes. The FP8 arithmetic below is written out on its own for that reason.
+It shares nothing with the engine but the checkpoint: no paging, no sharding, no absorbed projections, no selection.
+For a rounding cache it rounds what it caches too: transformers caches the latent and the index key before they are
+expanded, so a cache that stores them rounded is all it takes. The FP8 arithmetic is written out here on its own.
 """
 
 from collections.abc import Callable
