@@ -8,7 +8,7 @@ import torch
 
 from nsa_dcp.testing.assertions import assert_bitwise_equal, assert_close
 from nsa_dcp.testing.cases import POISON_BYTE, exact_latents, poisoned
-from nsa_dcp_kernels import gather_index_keys, reference, scatter_index_keys_
+from nsa_dcp_kernels import gather_index_keys, reference, scatter_index_keys_, scatter_latent_
 from nsa_dcp_kernels._triton import kv_pack as kernels
 
 PAGE_BYTES = 64 * 132
@@ -54,6 +54,21 @@ def test_keys_read_back_as_written_and_none_reads_as_zeros(dtype):
     assert read.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert_close(read[:100], keys.flip(0), rms=FP8_RMS if dtype == torch.uint8 else 2**-8)
     assert bool((read[100:] == 0).all())
+
+
+def test_one_slot_mapping_is_divided_for_latents_and_undivided_for_keys():
+    """Writing one of the caches with the other's mapping: vllm-project/vllm-ascend 14536, sgl-project/sglang 36886."""
+    dcp_size, num_rows = 4, 64
+    slots = torch.tensor([0, 5, 130, num_rows * dcp_size - 1])
+    keys = draw_keys(4)
+    index_cache = make_cache(dcp_size, torch.uint8)
+    scatter_index_keys_(index_cache, keys, slots)
+    assert_bitwise_equal(gather_index_keys(index_cache, slots), keys)
+    k_nope, k_rope = exact_latents(4)
+    for token, slot in enumerate(slots.tolist()):
+        latents = poisoned(num_rows, 576, dtype=torch.float32)
+        scatter_latent_(latents, k_nope, k_rope, slots, dcp_size, slot % dcp_size)
+        assert_bitwise_equal(latents[slot // dcp_size, :512], k_nope[token])
 
 
 def test_key_of_zeros_reads_back_as_zeros():
