@@ -1,0 +1,289 @@
+"""Attention on Hopper: against float64, bit for bit between repeats and graph replays, and its refusals."""
+
+import math
+import sys
+import types
+
+import pytest
+import torch
+
+from nsa_dcp.testing.assertions import assert_bitwise_equal, assert_close, assert_lse_close
+from nsa_dcp_kernels import _flash_mla, attend_selection, attend_sparse, localize_selection, reference
+from nsa_dcp_kernels.kv_format import KV_LORA_RANK, LATENT_DIM
+
+SM_SCALE = LATENT_DIM**-0.5
+# Of the whole result, and of its worst row and head.
+RMS = {torch.uint8: (6e-3, 2e-2), torch.bfloat16: (4e-3, 1.5e-2)}
+LSE_ATOL = 1e-3
+CHECKED_TOKENS = 48
+
+
+def draw_slots(num_tokens: int, width: int, num_slots: int, kept: float = 0.9) -> torch.Tensor:
+    """[T, K] int32 distinct slots a token, with holes; row 0 is full, row 1 (of several) selects nothing."""
+    steps = torch.tensor([step for step in range(1, num_slots) if math.gcd(step, num_slots) == 1])
+    step = steps[torch.randint(0, len(steps), (num_tokens, 1))]
+    slots = (torch.randint(0, num_slots, (num_tokens, 1)) + step * torch.arange(width)) % num_slots
+    shares = kept * torch.rand(num_tokens, 1).sqrt()
+    shares[0] = 1
+    if num_tokens > 1:
+        shares[1] = 0
+    return torch.where(torch.rand(num_tokens, width) < shares, slots, -1).to(torch.int32)
+
+
+def draw_cache(num_rows: int, dtype: torch.dtype, used: torch.Tensor) -> torch.Tensor:
+    """A cache whose unused rows are NaN in every value, scale and RoPE entry."""
+    latent = torch.randn(num_rows, LATENT_DIM)
+    packed = dtype == torch.uint8
+    cache = reference.pack_latent(latent[:, :KV_LORA_RANK], latent[:, KV_LORA_RANK:]) if packed else latent.to(dtype)
+    unused = torch.ones(num_rows, dtype=torch.bool)
+    unused[used] = False
+    cache[unused] = 255 if packed else math.nan
+    return cache
+
+
+def attend_float64(q: torch.Tensor, kv_rows: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention by its formula, a token at a time."""
+    values = (reference.unpack_latent(kv_rows) if kv_rows.dtype == torch.uint8 else kv_rows).double()
+    outs, lses = [], []
+    for query, selected in zip(q.double(), rows):
+        kv = values[selected[selected >= 0].long()]
+        scores = query @ kv.T * SM_SCALE
+        lse = torch.logsumexp(scores, -1)
+        lses.append(lse)
+        outs.append(
+            torch.exp(scores - lse.unsqueeze(-1)) @ kv[:, :KV_LORA_RANK]
+            if len(kv)
+            else torch.zeros_like(query[:, :512])
+        )
+    return torch.stack(outs), torch.stack(lses)
+
+
+def poison_free_memory() -> None:
+    """What the next allocations find is NaN."""
+    for size in (1 << 20, 1 << 26, 1 << 28):
+        torch.full((size,), math.nan, device="cuda")
+    torch.full((1 << 28,), math.nan, device="cuda", dtype=torch.bfloat16)
+
+
+def check_attention(q: torch.Tensor, cache: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, lse: torch.Tensor):
+    """Compare some tokens, launch boundaries among them, with float64."""
+    num_tokens = len(q)
+    assert out.shape == (num_tokens, q.shape[1], KV_LORA_RANK)
+    assert lse.shape == q.shape[:2]
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    edges = [token for token in (0, 1, 131, 132, 263, 264, 527, 528, num_tokens - 1) if token < num_tokens]
+    tokens = torch.cat([torch.tensor(edges), torch.randint(0, num_tokens, (CHECKED_TOKENS,))]).unique()
+    expected, expected_lse = attend_float64(q[tokens].cpu(), cache.cpu(), rows[tokens].cpu())
+    whole, worst = RMS[cache.dtype]
+    out, lse = out[tokens].cpu(), lse[tokens].cpu()
+    assert_close(out, expected, rms=worst)
+    assert_lse_close(lse, expected_lse, atol=LSE_ATOL)
+    assert (out.double() - expected).norm() <= whole * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "dcp_size", "num_heads"),
+    [
+        (1, 64, 1, 64),
+        (1, 2048, 8, 128),
+        (63, 512, 2, 64),
+        (64, 1024, 3, 128),
+        (65, 2048, 4, 64),
+        (66, 2048, 8, 128),
+        (67, 512, 1, 128),
+        (100, 2048, 1, 64),
+        (132, 2048, 8, 64),
+        (132, 64, 2, 128),
+        (133, 2048, 8, 64),
+        (133, 1024, 1, 128),
+        (160, 2048, 2, 64),
+        (264, 2048, 1, 64),
+        (264, 512, 8, 128),
+        (265, 2048, 8, 64),
+        (265, 64, 3, 64),
+        (1000, 1024, 4, 128),
+        (1000, 2048, 1, 64),
+        (8192, 2048, 8, 64),
+        (5, 2048, 8, 1),
+        (7, 512, 2, 40),
+        (9, 192, 2, 65),
+        (3, 2048, 4, 127),
+    ],
+)
+def test_attention_matches_float64(num_tokens, width, dcp_size, num_heads, dtype):
+    """Rows that no token selects, which the others' ranks own, are NaN; so is the memory the result is written to."""
+    num_slots = 4 * width * dcp_size
+    slots = draw_slots(num_tokens, width, num_slots)
+    rank = dcp_size - 1
+    rows, _ = reference.localize_topk(slots, dcp_size, rank, 1)
+    cache = draw_cache(num_slots // dcp_size, dtype, rows[rows >= 0].long().unique()).cuda()
+    q = torch.randn(num_tokens, num_heads, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    selection = localize_selection(slots.cuda(), dcp_size, rank)
+    assert_bitwise_equal(selection.rows.cpu(), rows)
+    poison_free_memory()
+    out, lse = attend_selection(q, cache, selection, SM_SCALE)
+    check_attention(q, cache, rows, out, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("with_length", [True, False])
+def test_rows_with_holes_and_garbage_past_their_length(dtype, with_length):
+    num_rows, width = 300, 320
+    rows = draw_slots(70, width, num_rows, kept=0.5)
+    length = torch.randint(0, width + 1, (70,), dtype=torch.int32)
+    seen = rows.masked_fill(torch.arange(width) >= length.unsqueeze(1), -1) if with_length else rows
+    if with_length:
+        # Far outside the cache: reading it is a fault.
+        rows = torch.where(torch.arange(width) >= length.unsqueeze(1), 1 << 29, rows).to(torch.int32)
+    cache = draw_cache(num_rows, dtype, seen[seen >= 0].long().unique()).cuda()
+    q = torch.randn(70, 64, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    out, lse = attend_sparse(q, cache, rows.cuda(), length.cuda() if with_length else None, SM_SCALE)
+    check_attention(q, cache, seen, out, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(("num_tokens", "num_rows", "width"), [(0, 64, 64), (3, 0, 64), (3, 64, 0)], ids=str)
+def test_nothing_to_attend_to_gives_zeros(num_tokens, num_rows, width, dtype):
+    cache = torch.zeros(num_rows, 656 if dtype == torch.uint8 else 576, dtype=dtype, device="cuda")
+    q = torch.randn(num_tokens, 64, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    rows = torch.full((num_tokens, width), -1, dtype=torch.int32, device="cuda")
+    out, lse = attend_sparse(q, cache, rows, None, SM_SCALE)
+    assert torch.equal(out, torch.zeros(num_tokens, 64, KV_LORA_RANK, dtype=torch.bfloat16, device="cuda"))
+    assert (lse == -math.inf).all()
+
+
+@pytest.mark.gpu
+def test_queries_in_a_wider_tensor_are_read_in_place():
+    slots = draw_slots(9, 256, 1024)
+    cache = draw_cache(1024, torch.uint8, slots[slots >= 0].long().unique()).cuda()
+    wide = torch.randn(9, 128, LATENT_DIM + 64, dtype=torch.bfloat16, device="cuda")
+    q = wide[:, 64:, :LATENT_DIM]
+    assert _flash_mla._padded_queries(q, 64).data_ptr() == q.data_ptr()
+    out, lse = attend_sparse(q, cache, slots.cuda(), None, SM_SCALE)
+    check_attention(q, cache, slots, out, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("num_tokens", [1, 64, 160, 300])
+def test_repeats_are_bitwise_equal(num_tokens, dtype):
+    slots = draw_slots(num_tokens, 2048, 8192)
+    cache = draw_cache(4096, dtype, torch.arange(4096)).cuda()
+    q = torch.randn(num_tokens, 64, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    first = attend_selection(q, cache, localize_selection(slots.cuda(), 2, 1), SM_SCALE)
+    for _ in range(20):
+        again = attend_selection(q, cache, localize_selection(slots.cuda(), 2, 1), SM_SCALE)
+        assert torch.equal(again[0], first[0])
+        assert torch.equal(again[1], first[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("num_tokens", [4, 128, 200])
+def test_captured_step_follows_its_lengths(num_tokens, dtype):
+    """Localise once, attend in two layers; then replay with other selections, one of them empty."""
+    caches = [draw_cache(4096, dtype, torch.arange(4096)).cuda() for _ in range(2)]
+    q = torch.randn(num_tokens, 64, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    slots = draw_slots(num_tokens, 2048, 4 * 4096).cuda()
+
+    def step():
+        selection = localize_selection(slots, 4, 1)
+        return [attend_selection(q, cache, selection, SM_SCALE) for cache in caches]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for drawn in (
+        draw_slots(num_tokens, 2048, 4 * 4096, 0.3),
+        torch.full_like(slots, -1),
+        draw_slots(num_tokens, 2048, 16384),
+    ):
+        slots.copy_(drawn)
+        q.normal_()
+        graph.replay()
+        for (out, lse), (eager_out, eager_lse) in zip(captured, step()):
+            assert torch.equal(out, eager_out)
+            assert torch.equal(lse, eager_lse)
+
+
+@pytest.mark.gpu
+def test_layers_that_share_a_selection_share_its_plan():
+    slots = draw_slots(5, 256, 1024)
+    cache = draw_cache(512, torch.uint8, torch.arange(512)).cuda()
+    selection = localize_selection(slots.cuda(), 2, 0)
+    q = torch.randn(5, 64, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    attend_selection(q, cache, selection, SM_SCALE)
+    plan = selection.plans[64][0]
+    attend_selection(q, cache, selection, SM_SCALE)
+    assert selection.plans[64][0] is plan
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [64, 128])
+def test_installed_flash_mla_follows_our_schedules(heads):
+    assert _flash_mla.schedule_is_understood(torch.device("cuda", 0), heads)
+
+
+@pytest.mark.gpu
+def test_schedules_that_flash_mla_does_not_follow_are_not_used(monkeypatch):
+    """A FlashMLA with another schedule layout: here, one that gives other results for a schedule that it is handed."""
+    launch = _flash_mla.launch_packed
+
+    def launch_otherwise(q, kv_rows, rows, sm_scale, plan):
+        return launch(q if plan is None else 2 * q, kv_rows, rows, sm_scale, plan)
+
+    monkeypatch.setattr(_flash_mla, "launch_packed", launch_otherwise)
+    understood = _flash_mla.schedule_is_understood.__wrapped__
+    with pytest.warns(RuntimeWarning, match="does not follow the schedules"):
+        assert not understood(torch.device("cuda", 0), 64)
+    monkeypatch.setattr(_flash_mla, "launch_packed", launch)
+    monkeypatch.setattr(_flash_mla, "schedule_is_understood", lambda device, heads: False)
+    slots = draw_slots(150, 512, 1024)
+    cache = draw_cache(1024, torch.uint8, slots[slots >= 0].long().unique()).cuda()
+    q = torch.randn(150, 64, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    out, lse = attend_selection(q, cache, localize_selection(slots.cuda(), 1, 0), SM_SCALE)
+    check_attention(q, cache, slots, out, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pays", [True, False], ids=["dequantised", "scheduled"])
+def test_prefill_rows_match_float64_either_way(pays, monkeypatch):
+    monkeypatch.setattr(_flash_mla, "_dequantising_pays", lambda num_tokens, num_rows: pays)
+    slots = draw_slots(600, 1024, 4096)
+    rows, _ = reference.localize_topk(slots, 4, 2, 1)
+    cache = draw_cache(1024, torch.uint8, rows[rows >= 0].long().unique()).cuda()
+    q = torch.randn(600, 64, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    out, lse = attend_selection(q, cache, localize_selection(slots.cuda(), 4, 2), SM_SCALE)
+    check_attention(q, cache, rows, out, lse)
+
+
+def test_more_heads_than_flash_mla_takes_are_refused():
+    assert [_flash_mla.pad_heads(heads) for heads in (1, 64, 65, 128)] == [64, 64, 128, 128]
+    with pytest.raises(NotImplementedError, match="1 to 128 heads a rank, got 129"):
+        _flash_mla.pad_heads(129)
+
+
+def test_other_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(RuntimeError, match=r"needs a Hopper GPU .*, found NVIDIA A100 \(8.0\)"):
+        _flash_mla.count_sms.__wrapped__(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        pytest.param(None, r"needs sgl-flash-mla, .*pip install 'nsa-dcp\[cuda\]'", id="missing"),
+        pytest.param(types.ModuleType("flash_mla"), "pip uninstall flash-mla", id="unrelated-upload"),
+    ],
+)
+def test_missing_flash_mla_is_named_with_the_command(module, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_mla", module)
+    with pytest.raises(RuntimeError, match=message):
+        _flash_mla.load_flash_mla.__wrapped__()
