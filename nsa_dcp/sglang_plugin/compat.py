@@ -64,6 +64,13 @@ SYMBOLS = (
         ("topk_indices",),
     ),
     Symbol(
+        f"{_ATTENTION}.dsa.dsa_indexer:Indexer._get_topk_ragged",
+        "the selection of prefill, which we split by rows over the attention-TP group",
+        ("self", "enable_dual_stream", "forward_batch", "layer_id", "q_fp8", "weights", "metadata", "topk_result"),
+    ),
+    Symbol(f"{_ATTENTION}.dsa.dsa_indexer_metadata:DSAIndexerMetadata", "narrowed to a rank's rows for that"),
+    Symbol(f"{_ATTENTION}.dsa_backend:DSAMetadata", "the same"),
+    Symbol(
         f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend",
         "the class that our backend extends",
         (

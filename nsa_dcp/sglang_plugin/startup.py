@@ -11,6 +11,7 @@ from typing import Any
 
 from nsa_dcp.sglang_plugin import resolution
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version
+from nsa_dcp.sglang_plugin.row_split import split_rows
 from nsa_dcp.sglang_plugin.validation import PAGE_SIZE, SPARSE_BACKEND, concerns_us, head_bucket
 
 # Bytes of one cache row: 512 FP8 values, 4 scales and 64 bfloat16 values; or 576 bfloat16 values.
@@ -56,6 +57,7 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     from nsa_dcp.sglang_plugin.backend import DcpDeepseekSparseAttnBackend
 
     select_alike_on_every_rank()
+    split_rows(model_runner.model, get_parallel().attn_tp_group)
     return DcpDeepseekSparseAttnBackend(model_runner)
 
 

@@ -59,6 +59,18 @@ def test_dcp_on_flashmla_kv_gets_our_backend_and_one_selection_for_all_ranks(bui
     assert envs.SGLANG_DSA_TOPK_BROADCAST.get()
 
 
+def test_prefill_selection_is_split_over_the_attention_tp_group(build, runner):
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+    from sglang.srt.runtime_context import get_parallel
+
+    indexer = object.__new__(Indexer)
+    torch.nn.Module.__init__(indexer)
+    indexer.index_topk = 2048
+    runner.model.append(indexer)
+    build(runner)
+    assert indexer._get_topk_ragged.group is get_parallel().attn_tp_group
+
+
 def test_a_draft_worker_gets_sglangs_backend(build, runner):
     from sglang.srt.environ import envs
 
