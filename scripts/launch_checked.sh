@@ -1,0 +1,21 @@
+# Sourced by the serve_*.sh scripts, which set MODEL, PRESET and the array COMMAND. Takes the script's own arguments:
+#   --dry-run   print the command and stop; every other word is appended to it (the last of two equal flags wins).
+# Either way `nsa-dcp doctor` judges the command first, and a command that it refuses is neither printed nor run.
+
+dry_run=false
+for word in "$@"; do
+  if [[ $word == --dry-run ]]; then dry_run=true; else COMMAND+=("$word"); fi
+done
+
+# A model that is not on this machine is judged as the published one.
+model_flags=()
+if [[ ! -f $MODEL/config.json ]]; then model_flags=(--preset "$PRESET"); fi
+# bash 5 tells the exit status of doctor apart: 1 the command would be refused, 2 it could not be read.
+nsa-dcp doctor --command-only "${model_flags[@]}" -- "${COMMAND[@]}" >&2 || exit $?
+
+if $dry_run; then
+  printf '%q ' "${COMMAND[@]}"
+  echo
+  exit 0
+fi
+exec "${COMMAND[@]}"

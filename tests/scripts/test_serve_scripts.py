@@ -1,0 +1,159 @@
+"""The deployment scripts: what they print, and that doctor has its say first."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ("serve_tp.sh", "serve_tp_dcp.sh", "serve_cp_dcp.sh")
+# What every mode shares. Source: the baseline command of sgl-project/sglang#36990.
+COMMON = {
+    "--quantization": "w4afp8",
+    "--disable-shared-experts-fusion": None,
+    "--tp": "8",
+    "--kv-cache-dtype": "fp8_e4m3",
+    "--reasoning-parser": "glm45",
+    "--tool-call-parser": "glm47",
+    "--chunked-prefill-size": "8192",
+    "--max-running-requests": "64",
+    "--page-size": "64",
+    "--mem-fraction-static": "0.70",
+    "--trust-remote-code": None,
+    "--attention-backend": "nsa",
+    "--dsa-prefill-backend": "flashmla_kv",
+    "--dsa-decode-backend": "flashmla_kv",
+    "--port": "30100",
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a script with this interpreter as `python3` and this checkout as `nsa-dcp`; returns the finished process."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, command in (("nsa-dcp", "-m nsa_dcp.cli"), ("python3", "")):
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {command} "$@"\n')
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'kernels'}")
+
+    def _run(script, *argv):
+        command = ["bash", str(ROOT / "scripts" / script), *map(str, argv)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
+
+    return _run
+
+
+def flags_of(line):
+    words = shlex.split(line)
+    assert words[:3] == ["python3", "-m", "sglang.launch_server"]
+    flags = {}
+    for word in words[3:]:
+        if word.startswith("--"):
+            last = word
+            flags[last] = None
+        else:
+            flags[last] = word
+    return flags
+
+
+@pytest.mark.parametrize(
+    ("script", "own"),
+    [
+        ("serve_tp.sh", {}),
+        ("serve_tp_dcp.sh", {"--dcp-size": "8", "--dcp-comm-backend": "a2a"}),
+    ],
+)
+def test_a_dry_run_prints_the_mode_s_command(run, script, own):
+    done = run(script, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    flags = flags_of(done.stdout)
+    assert {name: flags.get(name, "absent") for name in COMMON} == COMMON
+    assert {name: value for name, value in flags.items() if "dcp" in name or "cp-" in name} == own
+    assert "this command would start" in done.stderr
+
+
+def test_cp_dcp_is_refused_until_it_is_served(run):
+    done = run("serve_cp_dcp.sh", "--dry-run")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "--enable-prefill-cp with DCP" in done.stderr
+
+
+def test_cp_dcp_asks_for_its_own_flags():
+    text = (ROOT / "scripts" / "serve_cp_dcp.sh").read_text()
+    command = re.search(r"COMMAND=\((.*?)\n\)", text, re.DOTALL).group(1)
+    for flag in (
+        '--attn-cp-size "$CP_SIZE"',
+        "--enable-prefill-cp",
+        '--cp-strategy "$CP_STRATEGY"',
+        "--enable-cp-decode-attn-tp",
+        '--dcp-size "$CP_SIZE"',
+    ):
+        assert flag in command
+    assert all(flag in command for flag in COMMON)
+
+
+def test_more_flags_override_the_parameters(run):
+    done = run("serve_tp_dcp.sh", "--dry-run", "--dcp-size", "4", "--model-path", "a dir/with space")
+    assert done.returncode == 0, done.stderr
+    assert flags_of(done.stdout)["--dcp-size"] == "4"
+    assert flags_of(done.stdout)["--model-path"] == "a dir/with space"
+    assert "2 DCP group(s) of 4 GPUs" in done.stderr
+
+
+def test_a_refused_command_is_not_printed(run):
+    done = run("serve_tp_dcp.sh", "--dry-run", "--enable-hisparse", "--page-size", "32")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "refused, for 2 reason(s)" in done.stderr
+
+
+def test_a_refused_command_is_not_run_either(run, tmp_path):
+    (tmp_path / "bin" / "python3").write_text("#!/bin/sh\ntouch started\n")
+    assert run("serve_tp_dcp.sh", "--page-size", "32").returncode == 1
+    assert not (tmp_path / "started").exists()
+    assert run("serve_tp_dcp.sh").returncode == 0
+    assert (tmp_path / "started").exists()
+
+
+def test_the_scripts_listen_on_the_loopback_interface(run):
+    for script in SCRIPTS:
+        assert "HOST=127.0.0.1" in (ROOT / "scripts" / script).read_text()
+    assert flags_of(run("serve_tp.sh", "--dry-run").stdout)["--host"] == "127.0.0.1"
+
+
+def test_gsm8k_dry_run_prints_one_command_per_server(run):
+    done = run(
+        "eval_gsm8k.sh", "--dry-run", "--server", "tp=http://a:1", "--server", "dcp=http://b:2/", "--questions", "50"
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [shlex.split(line) for line in done.stdout.splitlines()]
+    assert [line[line.index("--base-url") + 1] for line in lines] == ["http://a:1", "http://b:2"]
+    assert all(line[:3] == ["python3", "-m", "sglang.test.run_eval"] for line in lines)
+    assert all(line[line.index("--num-examples") + 1] == "50" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--server NAME=URL must be given at least once"),
+        (["--server"], "--server must have a value, got none"),
+        (["--server", "http://a:1"], "--server must be NAME=http://host:port, got http://a:1"),
+        (["--server", "a=http://a:1", "--questions", "0"], "--questions must be a positive integer, got 0"),
+        (["--server", "a=http://a:1", "--data", "/nowhere"], "--data must be a file, got /nowhere"),
+        (["--bogus"], "got --bogus"),
+    ],
+)
+def test_gsm8k_misuse_is_one_sentence(run, argv, message):
+    done = run("eval_gsm8k.sh", *argv)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert message in done.stderr
+
+
+def test_gsm8k_needs_a_server_that_answers(run):
+    done = run("eval_gsm8k.sh", "--server", "tp=http://127.0.0.1:1")
+    assert done.returncode == 2
+    assert "the server must answer at http://127.0.0.1:1/v1/models" in done.stderr
