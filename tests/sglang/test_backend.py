@@ -125,6 +125,40 @@ def test_merged_parts_are_attention_over_all_tokens(make_backend, dcp_size, mode
     assert torch.isneginf(lse[1]).all()
 
 
+@pytest.mark.parametrize("mode", ["DECODE", "EXTEND"])
+def test_the_unfused_selection_is_localised_as_the_fused_one(make_backend, mode):
+    """Fused top-k hands over slots; unfused, positions that sglang turns into slots before it calls us."""
+    slots, k_nope, k_rope, q, selection = problem(2, 5)
+    positions = torch.full_like(selection, -1)
+    for position, slot in enumerate(slots.tolist()):
+        positions[selection == slot] = position
+    requests = 5 if mode == "DECODE" else 1
+    results = []
+    for fused in (True, False):
+        backend = make_backend(2, 1, "bfloat16", fused_topk=fused)
+        backend.forward_metadata = SimpleNamespace(
+            page_table_1=slots.to(torch.int32).repeat(requests, 1),
+            cu_seqlens_q=torch.tensor([0, 5], dtype=torch.int32),
+            dsa_extend_seq_lens_list=[5],
+        )
+        results.append(
+            (backend.forward_decode if mode == "DECODE" else backend.forward_extend)(
+                q[..., :512].clone(),
+                k_nope.unsqueeze(1),
+                k_nope.unsqueeze(1),
+                layer(),
+                batch(mode, slots),
+                q_rope=q[..., 512:].clone(),
+                k_rope=k_rope.unsqueeze(1),
+                topk_indices=selection if fused else positions,
+            )
+        )
+    (out, lse), (unfused_out, unfused_lse) = results
+    assert lse.isfinite().any()
+    assert torch.equal(out, unfused_out)
+    assert torch.equal(lse, unfused_lse)
+
+
 def test_a_rank_that_owns_nothing_returns_zeros_and_minus_infinity(make_backend):
     slots, k_nope, k_rope, q, selection = problem(4, 5)
     backend = make_backend(4, 3)
