@@ -4,8 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
+_MAX_WARPS = 8
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["dcp_rank"])
 def _localize_kernel(
     slots_ptr,
     limit_ptr,
@@ -63,6 +65,6 @@ def localize_topk(
         DCP_SIZE=dcp_size,
         INTERLEAVE=interleave_size,
         BLOCK_K=block_k,
-        num_warps=min(8, max(1, block_k // 256)),
+        num_warps=min(_MAX_WARPS, max(1, block_k // 256)),
     )
     return rows, length

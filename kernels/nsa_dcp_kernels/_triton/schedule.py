@@ -13,6 +13,7 @@ from nsa_dcp_kernels import schedule_reference
 
 BLOCK = tl.constexpr(schedule_reference.BLOCK)
 PIECE_COST = tl.constexpr(schedule_reference.PIECE_COST)
+_NUM_WARPS = 4
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def _cut_block(cut, start2, gap2, step):
     return tl.maximum((cut * step - start2 - gap2) // 2, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_rows", "launch_rows", "parts"])
 def _schedule_kernel(
     rows_ptr,
     length_ptr,
@@ -247,6 +248,6 @@ def plan_rows(
         BLOCK_CUTS=triton.next_power_of_2(row_blocks + 1),
         BLOCK_PARTS=triton.next_power_of_2(parts),
         NUM_LOADS=num_loads,
-        num_warps=4,
+        num_warps=_NUM_WARPS,
     )
     return aligned, schedule, num_splits

@@ -62,7 +62,7 @@ def _find_digit(counts_ptr, token, digit, vacant, NUM_SEGMENTS: tl.constexpr, BL
     return found, vacant - above, segment_above, segment_equal
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["topk"])
 def _count_digit_kernel(
     logits_ptr,
     context_lens_ptr,
@@ -96,11 +96,11 @@ def _count_digit_kernel(
         # What is not counted stood in for digit 0.
         absent = BLOCK - tl.sum(held.to(tl.int32))
         count -= tl.where(tl.arange(0, _BINS) == 0, absent, 0)
-    at = ((token * _DIGITS + DIGIT) * NUM_SEGMENTS + segment) * _BINS + tl.arange(0, _BINS)
-    tl.store(counts_ptr + at, count)
+    counts_at = ((token * _DIGITS + DIGIT) * NUM_SEGMENTS + segment) * _BINS + tl.arange(0, _BINS)
+    tl.store(counts_ptr + counts_at, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["topk"])
 def _write_positions_kernel(
     logits_ptr,
     context_lens_ptr,
@@ -151,9 +151,9 @@ def _write_positions_kernel(
         tied_before += counted >> 16
 
     # The tail, a share of it per segment.
-    for at in range(selected + segment * BLOCK, topk, NUM_SEGMENTS * BLOCK):
-        place = at + tl.arange(0, BLOCK)
-        tl.store(topk_ptr + place, tl.full([BLOCK], -1, tl.int32), mask=place < topk)
+    for tail in range(selected + segment * BLOCK, topk, NUM_SEGMENTS * BLOCK):
+        padding = tail + tl.arange(0, BLOCK)
+        tl.store(topk_ptr + padding, tl.full([BLOCK], -1, tl.int32), mask=padding < topk)
 
 
 def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> torch.Tensor:
