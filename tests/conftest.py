@@ -5,20 +5,18 @@ import importlib.metadata
 import importlib.util
 import os
 import random
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from nsa_dcp.testing.cases import poison_
+from nsa_dcp.testing.poisoned_memory import poisoned_allocations
 
 # Triton decides between compiling and interpreting when it is imported, so before any test imports it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 SGLANG_VERSION = "0.5.23"
-_OURS = ("nsa_dcp", "nsa_dcp_kernels")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,22 +35,8 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _poison_uninitialised_memory() -> Iterator[None]:
-    """What our packages allocate and do not write reads as NaN, not as whatever was there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", _poisoning(torch.empty))
-        patch.setattr(torch, "empty_like", _poisoning(torch.empty_like))
-        patch.setattr(torch.Tensor, "new_empty", _poisoning(torch.Tensor.new_empty))
+    with poisoned_allocations():
         yield
-
-
-def _poisoning(allocate):
-    @functools.wraps(allocate)
-    def allocate_poisoned(*args, **kwargs):
-        tensor = allocate(*args, **kwargs)
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        return poison_(tensor) if caller.split(".")[0] in _OURS else tensor
-
-    return allocate_poisoned
 
 
 def _missing(marker: pytest.Mark) -> str | None:
