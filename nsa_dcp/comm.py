@@ -115,7 +115,8 @@ def merge_heads(out: torch.Tensor, lse: torch.Tensor, group: Group, comm_backend
 
     Args:
         out: [T, N * H, D]. All heads, attended to this rank's tokens.
-        lse: [T, N * H] float32 (float64 with a float64 `out`), natural log, -inf where this rank had no token.
+        lse: [T, N * H] float32 (float64 with a float64 `out`), natural log, -inf where this rank had no token; +inf and
+            NaN are taken for that too.
         group: the DCP group.
         comm_backend: "a2a" exchanges (out, lse) packed in one message and merges locally; "ag_rs" gathers lse, scales
             locally and reduce-scatters.
@@ -129,7 +130,7 @@ def merge_heads(out: torch.Tensor, lse: torch.Tensor, group: Group, comm_backend
     if comm_backend not in COMM_BACKENDS:
         raise ValueError(f"dcp_comm_backend must be one of {', '.join(COMM_BACKENDS)}, got {comm_backend!r}")
     if size_of(group) == 1:
-        return out.masked_fill((lse == float("-inf")).unsqueeze(-1), 0.0)
+        return out.masked_fill(~torch.isfinite(lse).unsqueeze(-1), 0.0)
     if not out.shape[0]:
         return out[:, : out.shape[1] // group.size()]
     return _merge_a2a(out, lse, group) if comm_backend == "a2a" else _merge_ag_rs(out, lse, group)
