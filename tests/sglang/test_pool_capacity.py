@@ -8,6 +8,7 @@ import torch
 
 from nsa_dcp.capacity import GIB, plan
 from nsa_dcp.model_dims import read_config
+from nsa_dcp.sglang_plugin.startup_line import pool_facts
 
 pytestmark = pytest.mark.sglang
 
@@ -153,6 +154,9 @@ def test_the_pool_that_sglang_builds_holds_the_planned_bytes_and_one_reserved_pa
     assert latent == row.bytes_per_token.latent * tokens
     assert index_keys == row.bytes_per_token.index_keys * tokens
     assert latent + index_keys == row.bytes_per_token.total * row.tokens_per_gpu * dcp_size + row.reserved_bytes
+    facts = pool_facts(pool, dcp_size)
+    assert facts["latent_bytes_per_token"] == row.bytes_per_token.latent
+    assert facts["index_key_bytes_per_token"] == row.bytes_per_token.index_keys
 
 
 def test_sharded_index_keys_are_not_what_sglang_builds(sglang_server, tmp_path):
