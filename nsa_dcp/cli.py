@@ -4,7 +4,9 @@ import argparse
 import sys
 
 from nsa_dcp import __version__
+from nsa_dcp.capacity_cli import add_model_parser, add_plan_parser
 from nsa_dcp.hf.generate import add_generate_parser
+from nsa_dcp.sglang_plugin.doctor import add_doctor_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -13,6 +15,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     add_generate_parser(subparsers)
+    add_plan_parser(subparsers)
+    add_model_parser(subparsers)
+    add_doctor_parser(subparsers)
     return parser
 
 

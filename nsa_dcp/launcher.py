@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import threading
@@ -82,7 +83,7 @@ def _collect(
         for ready in wait(list(pipes)):
             rank = pipes[ready]
             try:
-                kind, content = ready.recv()
+                kind, content = pickle.loads(ready.recv_bytes())
             except EOFError:
                 del pipes[ready]
                 if rank not in results:
@@ -115,17 +116,22 @@ def _run_rank(
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     # The ranks of one machine share its cores.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+
+    def send(kind: str, content: object) -> None:
+        # Plain pickle copies tensors; a pipe's own pickler would share memory that ends with this process.
+        sender.send_bytes(pickle.dumps((kind, content)))
+
     try:
         if device_type == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
         if world_size > 1:
             comm.connect(init_method, rank, world_size, device_type, timeout_s)
-        result = function(rank, lambda content: sender.send(("message", content)), *args)
-        sender.send(("result", result))
+        result = function(rank, lambda content: send("message", content), *args)
+        send("result", result)
     except (ValueError, NotImplementedError) as error:
-        sender.send(("refused", type(error)(*error.args)))
+        send("refused", type(error)(*error.args))
     except BaseException:
-        sender.send(("failed", traceback.format_exc()))
+        send("failed", traceback.format_exc())
         raise SystemExit(1) from None
     else:
         if world_size > 1:

@@ -23,6 +23,8 @@ from nsa_dcp_kernels.kv_format import (
 
 # Bounds the gathered float copy of cache rows that `attend_sparse` holds at once.
 _ATTEND_CHUNK_BYTES = 64 << 20
+# Rows of one request that `score_index` scores at once, against no more keys than the last of them sees.
+_SCORE_ROWS = 256
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _SCALES_AT = KV_LORA_RANK
 _ROPE_AT = KV_LORA_RANK + 4 * NUM_TILES
@@ -254,18 +256,17 @@ def score_index(
     logits = torch.full((q.shape[0], max_context_len), float("-inf"))
     for request in torch.unique(row_request).tolist():
         of_request = (row_request == request).nonzero().squeeze(1)
-        length = min(int(context_lens[of_request].max()), max_context_len)
-        if not length:
-            continue
-        positions = torch.arange(length)
+        positions = torch.arange(min(int(context_lens[of_request].max()), max_context_len))
         slots = page_table[request].long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
         keys = gather_index_keys(index_cache, slots).double()
-        scores = torch.zeros(len(of_request), length, dtype=torch.float64)
-        for head in range(q.shape[1]):
-            head_scores = torch.relu_(q[of_request, head].double() @ keys.T)
-            scores += head_scores.mul_(weights[of_request, head].double().unsqueeze(1))
-        seen = positions < context_lens[of_request].unsqueeze(1)
-        logits[of_request, :length] = scores.float().masked_fill(~seen, float("-inf"))
+        for rows in of_request.split(_SCORE_ROWS):
+            length = min(int(context_lens[rows].max()), max_context_len)
+            scores = torch.zeros(len(rows), length, dtype=torch.float64)
+            for head in range(q.shape[1]):
+                head_scores = torch.relu_(q[rows, head].double() @ keys[:length].T)
+                scores += head_scores.mul_(weights[rows, head].double().unsqueeze(1))
+            seen = positions[:length] < context_lens[rows].unsqueeze(1)
+            logits[rows, :length] = scores.float().masked_fill(~seen, float("-inf"))
     return logits
 
 

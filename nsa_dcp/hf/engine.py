@@ -87,7 +87,9 @@ class Engine:
             dtype = torch.float64
         dcp = ranks.config.dcp_size
         self.latents = LatentCache(shape.num_layers, size, dtype, self.device, dcp, ranks.dcp_rank)
-        self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, dtype, self.device, dcp)
+        # A bf16 cache rounds the latents; index keys it keeps as the model computes them.
+        index_dtype = dtype if dtype == torch.uint8 else model.dtype
+        self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, index_dtype, self.device, dcp)
         self.allocator = PageAllocator(size, dcp)
         for index, layer in enumerate(model.model.layers):
             layer.self_attn = DcpAttention(layer.self_attn, index, ranks, self.latents, self.index_keys)

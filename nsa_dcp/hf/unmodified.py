@@ -25,12 +25,9 @@ class _RoundingCache:
         return super().update(key_states, _round_bf16(value_states), layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        rounded = (
-            _round_fp8(indexer_key_states, group=indexer_key_states.shape[-1])
-            if self.kv_cache_dtype == "fp8_e4m3"
-            else _round_bf16(indexer_key_states)
-        )
-        return super().update_indexer(rounded, layer_idx)
+        if self.kv_cache_dtype == "fp8_e4m3":
+            indexer_key_states = _round_fp8(indexer_key_states, group=indexer_key_states.shape[-1])
+        return super().update_indexer(indexer_key_states, layer_idx)
 
 
 def _round_bf16(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,81 @@
+"""What the whole-model tests run on every rank. Importable by name, as processes need it."""
+
+from pathlib import Path
+
+import torch
+
+from nsa_dcp.config import CacheConfig, DcpConfig
+from nsa_dcp.hf.checkpoint import load_model
+from nsa_dcp.hf.engine import Engine
+from nsa_dcp.hf.ranks import join_groups
+from nsa_dcp_kernels import reference
+
+
+def make_engine(rank: int, directory: Path, dtype: str, config: DcpConfig, cache: CacheConfig) -> Engine:
+    """Load the checkpoint and put it under DCP."""
+    return Engine(load_model(directory, dtype, torch.device("cpu")), join_groups(config, rank), cache)
+
+
+def generate_recorded(rank: int, _send, directory: Path, runs: list[dict]) -> list[dict]:
+    """Generate once per run; record tokens, logits, cache use, cached bytes by position, and quantised rows."""
+    return [_generate_recorded(rank, directory, **run) for run in runs]
+
+
+def _generate_recorded(
+    rank: int,
+    directory: Path,
+    config: DcpConfig,
+    cache: CacheConfig,
+    dtype: str,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    chunked_prefill_size: int,
+) -> dict:
+    engine = make_engine(rank, directory, dtype, config, cache)
+    logits: dict[int, list[torch.Tensor]] = {}
+    requests: list = []
+    quantised = _count_quantised_tiles()
+
+    def record(request, row: torch.Tensor) -> None:
+        if not any(request is known for known in requests):
+            requests.append(request)
+        logits.setdefault(id(request), []).append(row.clone())
+
+    output_ids = engine.generate(prompts, max_new_tokens, chunked_prefill_size, on_logits=record)
+    requests.sort(key=lambda request: [torch.equal(request.prompt_ids, torch.tensor(p)) for p in prompts].index(True))
+    return {
+        "output_ids": output_ids,
+        "logits": [torch.stack(logits[id(request)]) for request in requests] if rank == 0 else None,
+        "usage": engine.usage(),
+        "rows": [_rows_by_position(engine, request) for request in requests],
+        "latent_tiles_quantised": quantised["latent"],
+    }
+
+
+def _count_quantised_tiles() -> dict[str, int]:
+    """Count the latent tiles that go through the one quantiser, by wrapping it in this process."""
+    counted = {"latent": 0}
+    original = reference.quantise_tiles
+
+    def counting(tiles: torch.Tensor):
+        if tiles.dim() == 3:  # latents come as [T, 4, 128], index keys as [T, 128]
+            counted["latent"] += tiles.shape[0] * tiles.shape[1]
+        return original(tiles)
+
+    reference.quantise_tiles = counting
+    return counted
+
+
+def _rows_by_position(engine: Engine, request) -> list[tuple[list[int], torch.Tensor]]:
+    """Per layer: the positions of a request that this rank holds, and what it holds of them.
+
+    Written with plain integers, so that it does not share the package's index math.
+    """
+    dcp_size, dcp_rank = engine.ranks.config.dcp_size, engine.ranks.dcp_rank
+    positions, rows = [], []
+    for position in range(request.cached):
+        slot = request.pages[position // (64 * dcp_size)] * 64 * dcp_size + position % (64 * dcp_size)
+        if slot % dcp_size == dcp_rank:
+            positions.append(position)
+            rows.append(slot // dcp_size)
+    return [(positions, layer[rows].clone()) for layer in engine.latents.layers]
