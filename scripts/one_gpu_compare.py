@@ -1,0 +1,162 @@
+#!/usr/bin/env python3
+"""Compare the answers of two or more servers that one_gpu_serve.py asked the same requests.
+
+    one_gpu_compare.py REFERENCE.json OTHER.json ... --stock-pair STOCK.json STOCK.json [--out SUMMARY.md]
+
+Tokens must be identical. Where they part, both servers' log-probabilities of both tokens are shown. The difference
+passes only if it is within rounding, and so must every log-probability before it be. Rounding is twice the largest
+difference between two servers of stock sglang that divide the same model differently (--stock-pair), or a number of
+nats (--rounding).
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Nats. Stock servers that differ by more tell nothing about rounding.
+LARGEST_ROUNDING = 0.25
+
+
+@dataclass
+class Comparison:
+    """What two reports have in common, and where they part.
+
+    tokens, identical: generated tokens compared, and those that are the same.
+    largest: the largest difference between log-probabilities of the same token after the same tokens, in nats.
+    flips: descriptions of near ties that fell the other way; failures: everything that is not rounding.
+    """
+
+    tokens: int = 0
+    identical: int = 0
+    largest: float = 0.0
+    flips: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def compare_reports(reference: dict, other: dict, rounding: float) -> Comparison:
+    """Compare every request of two reports.
+
+    Args:
+        reference, other: reports of one_gpu_serve.py.
+        rounding: the largest difference in log-probability that is taken for rounding, in nats.
+    """
+    result = Comparison()
+    for scene, requests in reference["scenes"].items():
+        answers = {answer["name"]: answer for answer in other["scenes"].get(scene, [])}
+        for request in requests:
+            name = f"{scene}: {request['name']}"
+            if request["name"] not in answers:
+                result.failures.append(f"{name}: not answered")
+                continue
+            _compare_answers(name, request, answers[request["name"]], rounding, result)
+    return result
+
+
+def _compare_answers(name: str, a: dict, b: dict, rounding: float, result: Comparison) -> None:
+    if len(a["tokens"]) != len(b["tokens"]):
+        result.failures.append(f"{name}: {len(a['tokens'])} tokens and {len(b['tokens'])}")
+        return
+    for position, (token_a, token_b) in enumerate(zip(a["tokens"], b["tokens"])):
+        result.tokens += 1
+        tops = [dict(map(tuple, answer["top"][position])) for answer in (a, b)]
+        both = tops[0].keys() & tops[1].keys()
+        if not both:
+            result.failures.append(f"{name}, token {position}: no common token among the best")
+            return
+        difference = max(abs(tops[0][token] - tops[1][token]) for token in both)
+        result.largest = max(result.largest, difference)
+        if difference > rounding:
+            result.failures.append(f"{name}, token {position}: log-probabilities differ by {difference:.4f}")
+            return
+        if token_a == token_b:
+            result.identical += 1
+            continue
+        # What follows was generated after other tokens.
+        _judge_flip(f"{name}, token {position}", token_a, token_b, tops, rounding, result)
+        return
+
+
+def _judge_flip(
+    where: str, token_a: int, token_b: int, tops: list[dict[int, float]], rounding: float, result: Comparison
+) -> None:
+    if any(token not in top for token in (token_a, token_b) for top in tops):
+        result.failures.append(f"{where}: {token_a} and {token_b}, and not among each other's best")
+        return
+    gaps = [tops[0][token_a] - tops[0][token_b], tops[1][token_b] - tops[1][token_a]]
+    shown = ", ".join(f"{top[token_a]:.5f} / {top[token_b]:.5f}" for top in tops)
+    text = f"{where}: {token_a} and {token_b}; log-probabilities {shown}; margins {gaps[0]:.5f} and {gaps[1]:.5f}"
+    (result.flips if max(gaps) <= rounding else result.failures).append(text)
+
+
+def check_report(report: dict) -> list[str]:
+    """Return what a report says about its own server that should not be."""
+    config, problems = report["config"], []
+    dcp_size = int(config.split("-")[1].removeprefix("dcp"))
+    rows = int(report["command"][report["command"].index("--max-total-tokens") + 1])
+    for source in ("max_total_num_tokens", "logged_capacity"):
+        found = report.get(source)
+        if found not in (rows * dcp_size, [rows * dcp_size]):
+            problems.append(f"{source} is {found}, not {rows} rows x {dcp_size} ranks")
+    misuse = report["misuse"]
+    if misuse["afterwards"] != 200 or not all(400 <= misuse[key] < 500 for key in ("malformed", "over the pool")):
+        problems.append(f"misuse was answered {misuse}")
+    if "retract" in config.split("-") and not report["retractions"]:
+        problems.append("nothing was retracted")
+    for answer in report["scenes"].get("prefix", [])[1:]:
+        if not answer["cached_tokens"]:
+            problems.append("no prefix was found in the cache")
+    if "kill" in config.split("-") and report["kill"].get("exit") is None:
+        problems.append(f"the server lived on after a rank was killed: {report['kill']}")
+    return problems
+
+
+def summarise(name: str, reference: str, result: Comparison, problems: list[str]) -> str:
+    """One server's part of the summary, as Markdown."""
+    verdict = (
+        "FAILED" if result.failures or problems else "same tokens" if not result.flips else "same but for near ties"
+    )
+    lines = [
+        f"### {name} against {reference}: {verdict}",
+        f"{result.identical} of {result.tokens} compared tokens identical; largest difference of a log-probability "
+        f"{result.largest:.5f}.",
+    ]
+    lines += [f"- FAILED {text}" for text in [*problems, *result.failures]]
+    lines += [f"- near tie {text}" for text in result.flips]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reference", type=Path)
+    parser.add_argument("others", type=Path, nargs="+")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--stock-pair", type=Path, nargs=2)
+    source.add_argument("--rounding", type=float)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rounding, parts = arguments.rounding, []
+    if arguments.stock_pair:
+        stock = [json.loads(path.read_text()) for path in arguments.stock_pair]
+        pair = compare_reports(*stock, rounding=float("inf"))
+        rounding = 2 * pair.largest
+        if pair.failures or rounding > LARGEST_ROUNDING:
+            sys.exit(f"the stock pair differs by {pair.largest:.4f}: {pair.failures or 'more than rounding'}")
+        parts.append(summarise(stock[1]["config"], stock[0]["config"], pair, []) + f"\n\nRounding: {rounding:.5f}.")
+    reference = json.loads(arguments.reference.read_text())
+    failed = False
+    for path in arguments.others:
+        other = json.loads(path.read_text())
+        result, problems = compare_reports(reference, other, rounding), check_report(other)
+        failed = failed or bool(result.failures or problems)
+        parts.append(summarise(other["config"], reference["config"], result, problems))
+    text = "\n\n".join(parts)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+#!/usr/bin/env python3
+"""Ask a real sglang server with N ranks a fixed set of requests, and keep every token and log-probability.
+
+    one_gpu_serve.py MODEL OUT --config tp1-dcp1 --config tp4-dcp4 --config tp4-dcp2-ag_rs-nograph
+
+One server is started per config, asked, and ended; OUT/CONFIG.json is its report, and a config that has one is skipped.
+Compare reports with one_gpu_compare.py. A config is `tpN-dcpM`, then any of
+
+    a2a, ag_rs     the exchange between ranks
+    qrep, noqrep   --dcp-replicate-q-proj on or off
+    dpN            attention data parallelism
+    bf16           a bfloat16 cache; FP8 without it
+    nograph        no decode graphs
+    nextn          speculation with the model's own draft layer
+    retract        a small pool, and requests are retracted every few steps
+    kill           at the end one rank is killed
+    stock          without nsa-dcp
+
+Every wait is bounded, and every process is ended by its id.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCAB = 4096
+NEW_TOKENS = 16
+# Slots of all ranks together: fewer than all requests need, so that old ones are taken again, more than any one needs.
+POOL_TOKENS = {False: 24576, True: 8192}
+SINGLES = (1, 63, 64, 65, 2047, 2049, 9000)
+MIXED = (5, 17, 64, 65, 129, 300, 511, 512, 513, 700, 1000, 1500, 2047, 2048, 2300, 3000)
+# At DCP 8 a page of the radix cache is 512 tokens: four of them.
+PREFIX, AFTER_PREFIX = 2100, 100
+START_TIMEOUT_S, FIRST_REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S, EXIT_TIMEOUT_S = 300, 400, 180, 60
+
+
+def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command line of a config's server, and what it adds to the environment."""
+    parts = config.split("-")
+    tp_size, dcp_size = (int(re.fullmatch(f"{name}(\\d+)", part)[1]) for name, part in zip(("tp", "dcp"), parts))
+    options = set(parts[2:])
+    dp_size = next((int(part[2:]) for part in options if re.fullmatch(r"dp\d+", part)), 1)
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--tp-size", str(tp_size), "--dcp-size", str(dcp_size), "--skip-tokenizer-init"]
+    command += [
+        "--attention-backend",
+        "nsa",
+        "--dsa-prefill-backend",
+        "flashmla_kv",
+        "--dsa-decode-backend",
+        "flashmla_kv",
+    ]
+    command += ["--kv-cache-dtype", "bfloat16" if "bf16" in options else "fp8_e4m3", "--page-size", "64"]
+    command += [
+        "--max-total-tokens",
+        str(POOL_TOKENS["retract" in options] // dcp_size),
+        "--mem-fraction-static",
+        "0.3",
+    ]
+    command += ["--chunked-prefill-size", "2048", "--max-running-requests", "32", "--cuda-graph-max-bs-decode", "16"]
+    # The same prefill everywhere; and ranks that share a GPU cannot map each other's memory.
+    command += ["--cuda-graph-backend-prefill", "disabled", "--disable-custom-all-reduce"]
+    command += ["--enforce-disable-flashinfer-allreduce-fusion", "--enable-fp32-lm-head"]
+    command += [
+        "--random-seed",
+        "1",
+        "--skip-server-warmup",
+        "--watchdog-timeout",
+        "300",
+        "--schedule-conservativeness",
+        "0.1",
+    ]
+    if "nograph" in options:
+        command += ["--cuda-graph-backend-decode", "disabled"]
+    if dp_size > 1:
+        command += ["--attn-dp-size", str(dp_size)]
+    command += [word for name in ("a2a", "ag_rs") if name in options for word in ("--dcp-comm-backend", name)]
+    command += ["--dcp-replicate-q-proj"] * ("qrep" in options) + ["--no-dcp-replicate-q-proj"] * ("noqrep" in options)
+    if "nextn" in options:
+        command += ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
+        command += ["--speculative-num-draft-tokens", "3"]
+    environment = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"} if "retract" in options else {}
+    if "stock" in options:
+        environment["SGLANG_PLUGINS"] = "none"
+    return command, environment
+
+
+def write_entry_point(folder: Path) -> Path:
+    """Write what pip would install to make the plugin known, for a tree that is on PYTHONPATH; return the folder."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    dist_info = folder / "nsa_dcp-0.dist-info"
+    dist_info.mkdir(parents=True, exist_ok=True)
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: nsa-dcp\nVersion: 0\n")
+    plugins = project["entry-points"]["sglang.srt.plugins"]
+    lines = [f"{name} = {target}" for name, target in plugins.items()]
+    (dist_info / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *lines, ""]))
+    return folder
+
+
+class Server:
+    """A server process and its children. Used as a context: whatever happens inside, all of them are ended."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], port: int, log: Path) -> None:
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True
+            )
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        ids = [self.process.pid, *self.children()]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process_id in ids:
+                try:
+                    os.kill(process_id, number)
+                except ProcessLookupError:
+                    continue
+            deadline = time.monotonic() + 15
+            while any(_is_running(process_id) for process_id in ids) and time.monotonic() < deadline:
+                self.process.poll()
+                time.sleep(0.2)
+
+    def children(self) -> list[int]:
+        """Process ids of everything that the server started, by their session."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == self.process.pid and int(stat.parent.name) != self.process.pid:
+                found.append(int(stat.parent.name))
+        return found
+
+    def wait_until_ready(self, timeout_s: float) -> float:
+        """Wait for the server to answer; return the seconds it took."""
+        started = time.monotonic()
+        while time.monotonic() - started < timeout_s:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
+            try:
+                self.get("/model_info", timeout_s=5)
+            except (urllib.error.URLError, TimeoutError, ConnectionError):
+                time.sleep(1)
+            else:
+                return time.monotonic() - started
+        raise TimeoutError(f"the server did not answer within {timeout_s} s:\n{self.tail()}")
+
+    def get(self, path: str, timeout_s: float) -> dict:
+        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
+            return json.load(response)
+
+    def post(self, body: object, timeout_s: float) -> tuple[int, object]:
+        """POST to /generate; return the status and the decoded answer."""
+        request = urllib.request.Request(
+            f"{self.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()[:300]
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Token ids of a fixed prompt, no special ones."""
+    return random.Random(1000003 * seed + length).choices(range(3, VOCAB), k=length)
+
+
+def ask(server: Server, name: str, ids: list[int], timeout_s: float = REQUEST_TIMEOUT_S) -> dict:
+    """Generate greedily; return tokens, their log-probabilities, the best alternatives, and how much was cached."""
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 5}
+    status, answer = server.post(body, timeout_s)
+    if status != 200:
+        raise RuntimeError(f"{name}: status {status}: {answer}")
+    meta = answer["meta_info"]
+    return {
+        "name": name,
+        "prompt_tokens": len(ids),
+        "cached_tokens": meta.get("cached_tokens"),
+        "tokens": [entry[1] for entry in meta["output_token_logprobs"]],
+        "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
+        "top": [[(entry[1], entry[0]) for entry in best] for best in meta["output_top_logprobs"]],
+        "accepted_drafts": meta.get("spec_accept_length"),
+    }
+
+
+def ask_at_once(server: Server, requests: dict[str, list[int]]) -> list[dict]:
+    """Ask everything at the same time; the answers come in the order of the requests."""
+    answers, failures = {}, []
+
+    def work(name: str, ids: list[int]) -> None:
+        try:
+            answers[name] = ask(server, name, ids)
+        except (OSError, RuntimeError) as error:
+            failures.append(f"{name}: {error}")
+
+    threads = [threading.Thread(target=work, args=item, daemon=True) for item in requests.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(REQUEST_TIMEOUT_S + 30)
+    if failures or len(answers) < len(requests):
+        raise RuntimeError(f"{len(requests) - len(answers)} requests failed: {failures}")
+    return [answers[name] for name in requests]
+
+
+def ask_everything(server: Server, retract: bool) -> dict[str, list[dict]]:
+    """The fixed set of requests, by scene."""
+    scenes = {"first": [ask(server, "9 tokens", prompt(9, 0), FIRST_REQUEST_TIMEOUT_S)]}
+    if retract:
+        scenes["retracted"] = ask_at_once(server, {f"{n}: 1016 tokens": prompt(1016, n) for n in range(12)})
+        return scenes
+    scenes["singles"] = [ask(server, f"{length} tokens", prompt(length, 1)) for length in SINGLES]
+    shared = prompt(PREFIX, 2)
+    scenes["prefix"] = [
+        ask(server, "a prefix", shared),
+        ask(server, "and more", shared + prompt(AFTER_PREFIX, 3)),
+    ]
+    scenes["at once"] = ask_at_once(server, {f"{length} tokens at once": prompt(length, 4) for length in MIXED})
+    # By now more slots than one rank has rows were handed out; what the first answers left behind may be overwritten.
+    scenes["again"] = [ask(server, f"{length} tokens again", prompt(length, 1)) for length in (2049, 65)]
+    return scenes
+
+
+def misuse(server: Server) -> dict[str, object]:
+    """What a malformed request and a prompt over the pool are answered, and that the server answers afterwards."""
+    small = {"temperature": 0, "max_new_tokens": 2}
+    return {
+        "malformed": server.post({"input_ids": "these are no ids", "sampling_params": small}, 60)[0],
+        "over the pool": server.post({"input_ids": prompt(40000, 5), "sampling_params": small}, 60)[0],
+        "afterwards": server.post({"input_ids": prompt(7, 6), "sampling_params": small}, 60)[0],
+    }
+
+
+def kill_a_rank(server: Server) -> dict[str, object]:
+    """Kill one scheduler; the server must end by itself."""
+    names = {child: Path(f"/proc/{child}/cmdline").read_text() for child in server.children()}
+    schedulers = sorted(child for child, name in names.items() if "scheduler" in name)
+    if not schedulers:
+        return {"killed": None, "processes": sorted(names.values())}
+    os.kill(schedulers[-1], signal.SIGKILL)
+    started = time.monotonic()
+    while server.process.poll() is None and time.monotonic() - started < EXIT_TIMEOUT_S:
+        time.sleep(0.2)
+    return {"killed": schedulers[-1], "exit": server.process.poll(), "seconds": time.monotonic() - started}
+
+
+def run(model: Path, config: str, out: Path, port: int) -> None:
+    """Start a config's server, ask, and write its report."""
+    command, environment = server_command(model, config, port)
+    entry_point = write_entry_point(out / "site")
+    path = [str(entry_point), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    report = {"config": config, "model": str(model), "command": command, "environment": environment}
+    started = time.monotonic()
+    with Server(command, environment, port, out / f"{config}.log") as server:
+        report["ready_s"] = server.wait_until_ready(START_TIMEOUT_S)
+        info = server.get("/server_info", 30)
+        report["max_total_num_tokens"] = info.get("max_total_num_tokens")
+        report["scenes"] = ask_everything(server, "retract" in config.split("-"))
+        report["misuse"] = misuse(server)
+        if "kill" in config.split("-"):
+            report["kill"] = kill_a_rank(server)
+    log = (out / f"{config}.log").read_text(errors="replace")
+    report["logged_capacity"] = sorted({int(found) for found in re.findall(r"max_total_num_tokens=(\d+)", log)})
+    report["retractions"] = len(re.findall(r"Retract(?:ed)? requests|#retracted", log))
+    report["seconds"] = time.monotonic() - started
+    (out / f"{config}.json").write_text(json.dumps(report, indent=1))
+    print(f"{config}: ready in {report['ready_s']:.0f} s, done in {report['seconds']:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--config", action="append", required=True)
+    parser.add_argument("--port", type=int, default=31000)
+    parser.add_argument("--budget", type=float, default=570, help="seconds; no server is started in the last quarter")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    started, failed = time.monotonic(), []
+    for number, config in enumerate(arguments.config):
+        if (arguments.out / f"{config}.json").exists():
+            continue
+        if time.monotonic() - started > 0.75 * arguments.budget:
+            failed.append(f"{config}: not started, the time is up")
+            continue
+        try:
+            run(arguments.model, config, arguments.out, arguments.port + 100 * number)
+        except (RuntimeError, OSError) as error:
+            failed.append(f"{config}: {error}")
+            print(failed[-1], flush=True)
+    if failed:
+        names = ", ".join(line.partition(":")[0] for line in failed)
+        sys.exit(f"{len(failed)} of {len(arguments.config)} configs have no report: {names}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""The one-GPU serving check: what it takes for a failure, and that it ends what it starts. Runs without sglang and a
+GPU."""
+
+import copy
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROUNDING = 0.05
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+compare, serve = load("one_gpu_compare"), load("one_gpu_serve")
+
+
+def report(**changes):
+    top = [[(7, -0.10), (8, -2.40), (9, -4.00)], [(8, -0.70), (7, -0.72), (9, -5.00)]]
+    answer = {"name": "9 tokens", "tokens": [7, 8], "logprobs": [-0.10, -0.70], "top": top, "cached_tokens": 4}
+    return {
+        "config": "tp4-dcp4",
+        "command": ["--max-total-tokens", "64"],
+        "max_total_num_tokens": 256,
+        "logged_capacity": [256],
+        "retractions": 0,
+        "misuse": {"malformed": 400, "over the pool": 400, "afterwards": 200},
+        "scenes": {"first": [answer]},
+    } | changes
+
+
+def answer_of(other):
+    return other["scenes"]["first"][0]
+
+
+def test_the_same_answers_pass():
+    result = compare.compare_reports(report(), copy.deepcopy(report()), ROUNDING)
+    assert (result.tokens, result.identical, result.flips, result.failures) == (2, 2, [], [])
+    assert result.largest == 0
+
+
+def test_a_near_tie_that_falls_the_other_way_is_shown_with_both_values():
+    other = report()
+    answer_of(other)["tokens"][1] = 7
+    answer_of(other)["top"][1] = [(7, -0.70), (8, -0.71), (9, -5.0)]
+    result = compare.compare_reports(report(), other, ROUNDING)
+    assert result.failures == []
+    (flip,) = result.flips
+    assert "-0.70000 / -0.72000, -0.71000 / -0.70000" in flip
+
+
+def test_another_token_that_is_no_near_tie_fails():
+    other = report()
+    answer_of(other)["tokens"][0] = 8
+    result = compare.compare_reports(report(), other, ROUNDING)
+    assert len(result.failures) == 1
+    assert "7 and 8" in result.failures[0]
+
+
+def test_the_same_tokens_with_other_log_probabilities_fail():
+    other = report()
+    answer_of(other)["top"][0] = [(7, -0.20), (8, -2.40), (9, -4.0)]
+    result = compare.compare_reports(report(), other, ROUNDING)
+    assert result.failures == ["first: 9 tokens, token 0: log-probabilities differ by 0.1000"]
+
+
+def test_nothing_after_a_flip_is_compared():
+    other = report()
+    answer_of(other)["tokens"] = [8, 3]
+    answer_of(other)["top"] = [[(8, -0.10), (7, -0.11)], [(3, -0.1)]]
+    reference = report()
+    answer_of(reference)["top"][0] = [(7, -0.10), (8, -0.12)]
+    result = compare.compare_reports(reference, other, ROUNDING)
+    assert result.failures == []
+    assert result.tokens == 1
+
+
+@pytest.mark.parametrize("missing", ["request", "token", "common-token"])
+def test_what_is_missing_fails(missing):
+    other = report()
+    if missing == "request":
+        other["scenes"] = {"first": []}
+    elif missing == "token":
+        answer_of(other)["tokens"].pop()
+    else:
+        answer_of(other)["top"][0] = [(1, -0.1)]
+    assert len(compare.compare_reports(report(), other, ROUNDING).failures) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"max_total_num_tokens": 64}, "64 rows x 4 ranks"),
+        ({"logged_capacity": [64]}, "64 rows x 4 ranks"),
+        ({"misuse": {"malformed": 500, "over the pool": 400, "afterwards": 200}}, "misuse"),
+        ({"misuse": {"malformed": 400, "over the pool": 400, "afterwards": 503}}, "misuse"),
+        ({"config": "tp4-dcp4-retract"}, "nothing was retracted"),
+        ({"config": "tp4-dcp4-kill", "kill": {"killed": 7, "exit": None}}, "lived on"),
+        ({"scenes": {"prefix": [{"cached_tokens": 0}, {"cached_tokens": 0}]}}, "no prefix was found"),
+    ],
+    ids=["capacity", "logged-capacity", "malformed", "afterwards", "retract", "kill", "prefix"],
+)
+def test_a_report_that_contradicts_itself_is_a_problem(changes, problem):
+    (found,) = compare.check_report(report(**changes))
+    assert problem in found
+
+
+def test_a_good_report_has_no_problem():
+    assert compare.check_report(report()) == []
+
+
+def test_rounding_comes_from_two_stock_servers(tmp_path):
+    other = report()
+    answer_of(other)["top"][0] = [(7, -0.13), (8, -2.40), (9, -4.0)]
+    paths = []
+    for number, content in enumerate([report(), other]):
+        paths.append(tmp_path / f"{number}.json")
+        paths[-1].write_text(json.dumps(content))
+    command = [sys.executable, str(SCRIPTS / "one_gpu_compare.py"), *map(str, paths), "--stock-pair", *map(str, paths)]
+    done = subprocess.run([*command, "--out", str(tmp_path / "summary.md")], capture_output=True, text=True, check=True)
+    assert "Rounding: 0.06000" in done.stdout
+    assert (tmp_path / "summary.md").read_text() == done.stdout
+    strict = subprocess.run([*command[:4], "--rounding", "0.01"], capture_output=True, text=True)
+    assert strict.returncode == 1
+    assert "differ by 0.0300" in strict.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "present", "absent"),
+    [
+        ("tp1-dcp1", ["--tp-size 1", "--dcp-size 1", "fp8_e4m3", "--max-total-tokens 24576"], ["--dcp-comm-backend"]),
+        ("tp8-dcp8-ag_rs-nograph", ["--max-total-tokens 3072", "ag_rs", "--cuda-graph-backend-decode disabled"], []),
+        ("tp4-dcp2-bf16-dp2", ["--kv-cache-dtype bfloat16", "--attn-dp-size 2"], ["fp8_e4m3"]),
+        ("tp2-dcp2-a2a-noqrep-nextn", ["--no-dcp-replicate-q-proj", "NEXTN"], []),
+        ("tp4-dcp4-retract", ["--max-total-tokens 2048"], []),
+    ],
+)
+def test_a_config_says_how_its_server_is_started(config, present, absent):
+    command, environment = serve.server_command(Path("model"), config, 31000)
+    line = " ".join(command)
+    assert all(word in line for word in present)
+    assert not any(word in line for word in absent)
+    assert ("SGLANG_TEST_RETRACT" in environment) == ("retract" in config)
+
+
+FAKE_SERVER = """
+import http.server, json, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self): self.answer({"max_total_num_tokens": 1})
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        entry = [-0.5, sum(body["input_ids"]) % 97, None]
+        meta = {"cached_tokens": 0, "output_token_logprobs": [entry], "output_top_logprobs": [[entry]]}
+        self.answer({"meta_info": meta})
+    def answer(self, content):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+    def log_message(self, *args): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_and_its_children_are_ended_whatever_happens(tmp_path, unused_port):
+    with (
+        pytest.raises(RuntimeError, match="on purpose"),
+        serve.Server(
+            [sys.executable, "-c", FAKE_SERVER, str(unused_port)], {}, unused_port, tmp_path / "log"
+        ) as server,
+    ):
+        server.wait_until_ready(30)
+        processes = [server.process.pid, *server.children()]
+        assert len(processes) == 2
+        answers = serve.ask_at_once(server, {"a": [1, 2], "b": [5]})
+        assert [answer["tokens"] for answer in answers] == [[3], [5]]
+        raise RuntimeError("on purpose")
+    assert not any(serve._is_running(process_id) for process_id in processes)
+
+
+def test_a_server_that_dies_at_its_start_is_reported_with_its_log(tmp_path, unused_port):
+    command = [sys.executable, "-c", "print('no such flag'); raise SystemExit(3)"]
+    with (
+        serve.Server(command, {}, unused_port, tmp_path / "log") as server,
+        pytest.raises(RuntimeError, match=r"(?s)ended with 3.*no such flag"),
+    ):
+        server.wait_until_ready(30)
+
+
+def test_the_entry_point_is_found_as_if_it_were_installed(tmp_path):
+    folder = serve.write_entry_point(tmp_path / "site")
+    program = "import importlib.metadata as m; print([e.value for e in m.entry_points(group='sglang.srt.plugins')])"
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "nsa_dcp.sglang_plugin.plugin:register" in done.stdout
+
+
+@pytest.fixture
+def unused_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
