@@ -77,7 +77,8 @@ def all_gather(local: torch.Tensor, group: Group) -> torch.Tensor:
     if size_of(group) == 1:
         return local.unsqueeze(0)
     gathered = local.new_empty(group.size(), *local.shape)
-    _all_gather_single(gathered.flatten(0, 1) if local.dim() else gathered, local.contiguous(), group=group)
+    # Flat, as gloo takes no tensor without dimensions.
+    _all_gather_single(gathered.flatten(), local.contiguous().flatten(), group=group)
     return gathered
 
 
