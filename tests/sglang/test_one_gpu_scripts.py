@@ -213,3 +213,40 @@ def unused_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.mark.sglang
+@pytest.mark.usefixtures("registered", "on_hopper")
+@pytest.mark.parametrize("model", ["glm", "deepseek-mtp"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        "tp1-dcp1",
+        "tp8-dcp8-ag_rs-nograph",
+        "tp4-dcp2-bf16",
+        "tp4-dcp2-dp2",
+        "tp2-dcp2-nextn-noqrep",
+        "tp4-dcp4-a2a-qrep",
+    ],
+)
+def test_sglang_accepts_the_command(tmp_path, config, model):
+    import argparse
+
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.server_args import ServerArgs
+
+    models = load("one_gpu_model")
+    fields = models.COMMON | {"num_nextn_predict_layers": 0} | models.MODELS[model]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    command, _ = serve.server_command(tmp_path, config, 31000)
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    server_args = ServerArgs.from_cli_args(parser.parse_args([*command[3:], "--device", "cuda"]))
+    server_args.resolve_once()
+    view = resolving_view(server_args)
+    assert view.dcp_size == int(config.split("-")[1][3:])
+    assert (view.dsa_prefill_backend, view.dsa_decode_backend) == ("flashmla_kv", "flashmla_kv")
+    assert view.kv_cache_dtype == ("bfloat16" if "bf16" in config else "fp8_e4m3")
+    assert view.cuda_graph_config.prefill.backend == "disabled"
+    assert view.cuda_graph_config.decode.backend == ("disabled" if "nograph" in config else "full")
+    assert view.flashinfer_allreduce_fusion_backend is None

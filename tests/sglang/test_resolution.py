@@ -84,6 +84,16 @@ def test_a_real_command_that_cannot_be_served_is_refused_by_us(resolve, settings
         resolve(tp_size=4, dcp_size=4, attention_backend="nsa", **settings)
 
 
+def test_a_group_across_two_attention_dp_shards_is_refused_however_it_was_asked_for(resolve):
+    with pytest.raises(ValueError, match="--attn-dp-size 4: a DCP group must lie inside one attention-DP shard"):
+        resolve(tp_size=4, dp_size=4, enable_dp_attention=True, dcp_size=2, attention_backend="nsa")
+
+
+def test_attention_dp_with_dcp_inside_each_shard_resolves(resolve):
+    view = resolve(tp_size=4, attn_dp_size=2, dcp_size=2, attention_backend="nsa", kv_cache_dtype="fp8_e4m3")
+    assert (view.attn_dp_size, view.dcp_size, view.dsa_decode_backend) == (2, 2, "flashmla_kv")
+
+
 def test_pooled_index_keys_are_refused(resolve):
     with pytest.raises(ValueError, match="index_kpool 4"):
         resolve({"index_kpool": 4}, tp_size=4, dcp_size=4, attention_backend="nsa")
