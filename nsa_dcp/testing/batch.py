@@ -121,3 +121,21 @@ def draw_batch(seq_lens: list[int], dcp_size: int, seed: int = 0, shared_pages: 
         latents.append(latent)
         index_keys.append(key)
     return Batch(dcp_size, size, seq_lens, pages, latents, index_keys)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A cache's dtype (torch.uint8: packed FP8), the queries' dtype, and the relative RMS error that they leave."""
+
+    storage: torch.dtype
+    query: torch.dtype
+    rms: float
+
+
+PRECISIONS = (
+    Precision(torch.float64, torch.float64, 1e-12),
+    Precision(torch.float32, torch.float32, 2e-6),
+    Precision(torch.bfloat16, torch.bfloat16, 8e-3),
+    Precision(torch.uint8, torch.float32, 2e-6),
+    Precision(torch.uint8, torch.bfloat16, 8e-3),
+)
