@@ -50,23 +50,11 @@ def attention_cost(num_valid: int, num_tokens: int, heads: int) -> tuple[int, in
 
 def walk_everything(slots: torch.Tensor, dcp_size: int, q: torch.Tensor, cache: torch.Tensor) -> Callable[[], object]:
     """Localise, and attend with FlashMLA's own schedule, made once outside."""
-    meta, _ = _flash_mla.load_flash_mla().get_mla_metadata()
+    meta = _flash_mla.hold_schedule(None)
 
     def call() -> object:
         rows, _ = localize_topk(slots, dcp_size, 0)
-        return _flash_mla.load_flash_mla().flash_mla_with_kvcache(
-            q.unsqueeze(1),
-            _flash_mla.as_pages(cache),
-            None,
-            None,
-            KV_LORA_RANK,
-            meta,
-            softmax_scale=SM_SCALE,
-            is_fp8_kvcache=True,
-            indices=rows.unsqueeze(1),
-            use_legacy=True,
-            kv_format="V32",
-        )
+        return _flash_mla.launch_packed(q, cache, rows, SM_SCALE, meta)
 
     return call
 
@@ -98,21 +86,9 @@ def bench_attention(
 def bench_tp_rank(cache: torch.Tensor, num_tokens: int) -> Record:
     """A TP rank of eight holds every token and pads its heads to 64; it localises nothing."""
     sets = [(draw_queries(num_tokens, 64), draw_slots(num_tokens, 1)) for _ in range(SETS)]
-    metas = [_flash_mla.load_flash_mla().get_mla_metadata()[0] for _ in sets]
+    metas = [_flash_mla.hold_schedule(None) for _ in sets]
     calls = [
-        lambda q=q, rows=rows, meta=meta: _flash_mla.load_flash_mla().flash_mla_with_kvcache(
-            q.unsqueeze(1),
-            _flash_mla.as_pages(cache),
-            None,
-            None,
-            KV_LORA_RANK,
-            meta,
-            softmax_scale=SM_SCALE,
-            is_fp8_kvcache=True,
-            indices=rows.unsqueeze(1),
-            use_legacy=True,
-            kv_format="V32",
-        )
+        lambda q=q, rows=rows, meta=meta: _flash_mla.launch_packed(q, cache, rows, SM_SCALE, meta)
         for (q, rows), meta in zip(sets, metas)
     ]
     cost = attention_cost(num_tokens * TOPK, num_tokens, 64)

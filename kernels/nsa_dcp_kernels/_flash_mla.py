@@ -166,14 +166,14 @@ def _attend_packed(
     scheduled = schedule_is_understood(q.device, q.shape[1])
     outs, lses = [], []
     for part, plan in zip(q.split([len(plan.rows) for plan in plans]), plans):
-        out, lse = launch_packed(part, kv_rows, plan.rows, sm_scale, plan if scheduled else None)
+        out, lse = launch_packed(part, kv_rows, plan.rows, sm_scale, hold_schedule(plan if scheduled else None))
         outs.append(out)
         lses.append(lse)
     return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
 
 
 def launch_packed(
-    q: torch.Tensor, kv_rows: torch.Tensor, rows: torch.Tensor, sm_scale: float, plan: SparsePlan | None
+    q: torch.Tensor, kv_rows: torch.Tensor, rows: torch.Tensor, sm_scale: float, meta: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One FlashMLA launch over packed rows.
 
@@ -181,16 +181,12 @@ def launch_packed(
         q: [T, 64 or 128, 576] bfloat16.
         kv_rows: [R, 656] uint8.
         rows: [T, K] int32, K a multiple of 64, -1 for none.
-        plan: what to walk; None walks everything, as FlashMLA's own schedule does.
+        meta: FlashMLA's schedule holder. A new one is filled in with its own schedule, which walks everything.
 
     Returns:
         out: [T, H, 512]; lse: [T, H] float32, +inf for an empty row.
     """
-    flash_mla = load_flash_mla()
-    meta, _ = flash_mla.get_mla_metadata()
-    if plan is not None:
-        meta.tile_scheduler_metadata, meta.num_splits = plan.schedule, plan.num_splits
-    out, lse = flash_mla.flash_mla_with_kvcache(
+    out, lse = load_flash_mla().flash_mla_with_kvcache(
         q.unsqueeze(1),
         as_pages(kv_rows),
         None,
@@ -204,6 +200,14 @@ def launch_packed(
         kv_format="V32",
     )
     return out.squeeze(1), lse.squeeze(2)
+
+
+def hold_schedule(plan: SparsePlan | None) -> object:
+    """FlashMLA's schedule holder with a plan's schedule, or without one."""
+    meta, _ = load_flash_mla().get_mla_metadata()
+    if plan is not None:
+        meta.tile_scheduler_metadata, meta.num_splits = plan.schedule, plan.num_splits
+    return meta
 
 
 def as_pages(kv_rows: torch.Tensor) -> torch.Tensor:
@@ -238,18 +242,40 @@ def schedule_is_understood(device: torch.device, heads: int) -> bool:
 
     latent = torch.randn(num_rows, LATENT_DIM, generator=generator).to(device)
     kv_rows = pack_latent(latent[:, :KV_LORA_RANK], latent[:, KV_LORA_RANK:])
-    few = max(1, parts // 4)
-    for held in (few, len(lengths)):
+    for held in (max(1, parts // 4), len(lengths)):
         (plan,) = plan_rows(rows[:held].contiguous(), lengths[:held].to(device), parts)
-        planned = launch_packed(q[:held], kv_rows, plan.rows, 0.05, plan)
-        stock = launch_packed(q[:held], kv_rows, plan.rows, 0.05, None)
-        same = torch.isfinite(planned[1]) == torch.isfinite(stock[1])
-        close = [torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02) for a, b in zip(planned, stock)]
-        if not (bool(same.all()) and all(close)):
+        own = hold_schedule(None)
+        stock = launch_packed(q[:held], kv_rows, plan.rows, 0.05, own)
+        # First by reading its own schedule as ours would be read: one that it does not follow may read anywhere.
+        understood = own.tile_scheduler_metadata.shape == (parts, 8) and walks_every_block(
+            own.tile_scheduler_metadata.tolist(), own.num_splits.tolist(), held, width // BLOCK
+        )
+        if understood:
+            planned = launch_packed(q[:held], kv_rows, plan.rows, 0.05, hold_schedule(plan))
+            understood = all(torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02) for a, b in zip(planned, stock))
+        if not understood:
             warnings.warn(
                 "this FlashMLA does not follow the schedules made here; its own is used, which walks padded indices",
                 RuntimeWarning,
                 stacklevel=2,
             )
+            return False
+    return True
+
+
+def walks_every_block(schedule: list[list[int]], num_splits: list[int], num_rows: int, row_blocks: int) -> bool:
+    """Whether a schedule, read as plan_rows writes one, walks each block of each row once and numbers the pieces."""
+    walked: list[list[int]] = [[] for _ in range(num_rows)]
+    pieces: list[list[int]] = [[] for _ in range(num_rows)]
+    for first, last, begin, end, first_split, first_is_split, last_is_split, _ in schedule:
+        if not (0 <= first <= num_rows and last < num_rows and 0 <= begin <= row_blocks and 0 <= end <= row_blocks):
+            return False
+        for row in range(first, last + 1):
+            is_split = first_is_split if row == first else last_is_split if row == last else 0
+            walked[row].extend(range(begin if row == first else 0, end if row == last else row_blocks))
+            pieces[row].append(num_splits[row] + (first_split if row == first else 0) if is_split else -1)
+    for row in range(num_rows):
+        numbers = list(range(num_splits[row], num_splits[row + 1]))
+        if walked[row] != list(range(row_blocks)) or pieces[row] != (numbers if len(numbers) > 1 else [-1]):
             return False
     return True

@@ -23,8 +23,9 @@ class SparsePlan:
     rows: [T, K] int32, rows of this rank's cache where the schedule expects them: at the start of the array, at its
         end, or both; -1 elsewhere.
     length: [T] int32, valid entries of `rows`.
-    schedule: [parts, 8] int32, FlashMLA's `tile_scheduler_metadata`: first row, its first block, last row (inclusive),
-        its end block (exclusive), split of the first row, whether the first and the last row are split, padding.
+    schedule: [parts, 8] int32, FlashMLA's `tile_scheduler_metadata`: first row, last row (inclusive), the first row's
+        first block, the last row's end block (exclusive), the first row's split, whether the first and the last row are
+        split, padding. A part without work has first row T.
     num_splits: [T + 1] int32, prefix sum of the pieces that each row is split into.
     """
 
@@ -75,17 +76,23 @@ def plan_sparse(
     num_tokens, width = topk_slots.shape
     check(width > 0 and width % BLOCK == 0, "topk_slots", f"be a multiple of {BLOCK} wide", width)
     check(num_tokens <= 2 * parts, "topk_slots", f"have at most {2 * parts} rows for {parts} parts", num_tokens)
+    if topk_slots.is_cuda and num_tokens:
+        from nsa_dcp_kernels._triton.localize import localize_topk as launch
+
+        rows, length = launch(topk_slots, dcp_size, dcp_rank, interleave_size, plan_follows=True)
+        return plan_rows(rows, length, parts, after_localize=True)[0]
     rows, length = localize_topk(topk_slots, dcp_size, dcp_rank, interleave_size)
     return plan_rows(rows, length, parts)[0] if num_tokens else _idle_plan(rows, length, parts)
 
 
-def plan_rows(rows: torch.Tensor, length: torch.Tensor, parts: int) -> list[SparsePlan]:
+def plan_rows(rows: torch.Tensor, length: torch.Tensor, parts: int, after_localize: bool = False) -> list[SparsePlan]:
     """Plan rows whose valid entries stand first, in launches of at most 2 * parts rows.
 
     Args:
         rows: [T, K] int32, contiguous, K a positive multiple of 64.
         length: [T] int32.
         parts: SM parts.
+        after_localize: as in the kernel's launcher; no other kernel may stand between the two.
 
     Returns:
         The plans of consecutive rows, none for T = 0.
@@ -98,7 +105,7 @@ def plan_rows(rows: torch.Tensor, length: torch.Tensor, parts: int) -> list[Spar
         return [_plan_launch(*part, parts) for part in zip(rows.split(launch_rows), length.split(launch_rows))]
     from nsa_dcp_kernels._triton.schedule import plan_rows as launch
 
-    aligned, schedule, num_splits = launch(rows, length, parts, launch_rows)
+    aligned, schedule, num_splits = launch(rows, length, parts, launch_rows, after_localize)
     plans = []
     for start in range(0, num_tokens, launch_rows):
         part = slice(start, start + launch_rows)

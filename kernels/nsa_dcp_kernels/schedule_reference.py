@@ -98,8 +98,9 @@ def schedule_rows(length: torch.Tensor, row_blocks: int, parts: int) -> tuple[to
         parts: SM parts.
 
     Returns:
-        schedule: [parts, 8] int32: first row, its first block, last row (inclusive), its end block (exclusive), the
-            first row's split, whether the first and the last row are split, 0. A part without work has first row T.
+        schedule: [parts, 8] int32: first row, last row (inclusive), the first row's first block, the last row's end
+            block (exclusive), the first row's split, whether the first and the last row are split, 0. A part without
+            work has first row T.
         num_splits: [T + 1] int32, prefix sum of the pieces per row.
         head_blocks: [T] int32. Blocks of a row's indices that stand at the start of the array; the rest stand at its
         end.
@@ -149,8 +150,8 @@ def schedule_rows(length: torch.Tensor, row_blocks: int, parts: int) -> tuple[to
     record = torch.stack(
         [
             first,
-            begin + torch.where(begin >= head_blocks[first], tail_shift[first], 0),
             last,
+            begin + torch.where(begin >= head_blocks[first], tail_shift[first], 0),
             end + torch.where(end > head_blocks[last], tail_shift[last], 0),
             torch.where(begin > 0, split, 0),
             (pieces[first] > 1).long(),
@@ -159,7 +160,7 @@ def schedule_rows(length: torch.Tensor, row_blocks: int, parts: int) -> tuple[to
         ],
         dim=1,
     )
-    idle = torch.tensor([num_rows, 0, num_rows - 1, 0, 0, 0, 0, 0])
+    idle = torch.tensor([num_rows, num_rows - 1, 0, 0, 0, 0, 0, 0])
     schedule = torch.where(busy.unsqueeze(1), record, idle)
     return schedule.to(torch.int32), num_splits.to(torch.int32), head_blocks.to(torch.int32)
 

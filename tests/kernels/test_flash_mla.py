@@ -235,8 +235,8 @@ def test_schedules_that_flash_mla_does_not_follow_are_not_used(monkeypatch):
     """A FlashMLA with another schedule layout: here, one that gives other results for a schedule that it is handed."""
     launch = _flash_mla.launch_packed
 
-    def launch_otherwise(q, kv_rows, rows, sm_scale, plan):
-        return launch(q if plan is None else 2 * q, kv_rows, rows, sm_scale, plan)
+    def launch_otherwise(q, kv_rows, rows, sm_scale, meta):
+        return launch(q if meta.tile_scheduler_metadata is None else 2 * q, kv_rows, rows, sm_scale, meta)
 
     monkeypatch.setattr(_flash_mla, "launch_packed", launch_otherwise)
     understood = _flash_mla.schedule_is_understood.__wrapped__
@@ -261,6 +261,21 @@ def test_prefill_rows_match_float64_either_way(pays, monkeypatch):
     q = torch.randn(600, 64, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
     out, lse = attend_selection(q, cache, localize_selection(slots.cuda(), 4, 2), SM_SCALE)
     check_attention(q, cache, rows, out, lse)
+
+
+def test_schedule_in_another_layout_is_told_apart():
+    """What is read back before any schedule of ours is launched: FlashMLA's own, for 3 rows of 4 blocks on 2 parts."""
+    own = [[0, 1, 0, 2, 0, 0, 1, 0], [1, 2, 2, 4, 1, 1, 0, 0]]
+    num_splits = [0, 1, 3, 4]
+    assert _flash_mla.walks_every_block(own, num_splits, 3, 4)
+    idle = [3, 2, 0, 4, 0, 0, 0, 0]
+    assert _flash_mla.walks_every_block([*own, idle], num_splits, 3, 4)
+    other_field_order = [[row[0], row[2], row[1], *row[3:]] for row in own]
+    assert not _flash_mla.walks_every_block(other_field_order, num_splits, 3, 4)
+    inclusive_end = [[*row[:3], row[3] - 1, *row[4:]] for row in own]
+    assert not _flash_mla.walks_every_block(inclusive_end, num_splits, 3, 4)
+    assert not _flash_mla.walks_every_block(own, [0, 1, 2, 3], 3, 4)
+    assert not _flash_mla.walks_every_block([own[0], [9, 12, 0, 4, 0, 0, 0, 0]], num_splits, 3, 4)
 
 
 def test_more_heads_than_flash_mla_takes_are_refused():

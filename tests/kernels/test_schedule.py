@@ -24,7 +24,7 @@ def walk(plan: SparsePlan) -> list[list[tuple[int, int, int | None]]]:
     num_rows, row_blocks = len(plan.rows), plan.rows.shape[1] // 64
     num_splits = plan.num_splits.tolist()
     pieces = [[] for _ in range(num_rows)]
-    for first, begin, last, end, first_split_index, first_is_split, last_is_split, _ in plan.schedule.tolist():
+    for first, last, begin, end, first_split_index, first_is_split, last_is_split, _ in plan.schedule.tolist():
         if first >= num_rows:
             continue
         for row in range(first, last + 1):
@@ -44,7 +44,7 @@ def load_of(plan: SparsePlan) -> int:
     """Blocks walked by the busiest part, a row's start counted in."""
     row_blocks = plan.rows.shape[1] // 64
     loads = [0]
-    for first, begin, last, end, *_ in plan.schedule.tolist():
+    for first, last, begin, end, *_ in plan.schedule.tolist():
         if first < len(plan.rows):
             walked = end - begin if first == last else row_blocks - begin + (last - first - 1) * row_blocks + end
             loads.append(walked + PIECE_COST * (last - first + 1))

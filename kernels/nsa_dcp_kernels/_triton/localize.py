@@ -19,7 +19,10 @@ def _localize_kernel(
     DCP_SIZE: tl.constexpr,
     INTERLEAVE: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TRIGGERS: tl.constexpr,
 ):
+    if TRIGGERS:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_K)
     held = column < width
@@ -43,8 +46,14 @@ def localize_topk(
     dcp_rank: int,
     interleave_size: int,
     limit: torch.Tensor | None = None,
+    plan_follows: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the public function; `limit` [T] int32 also drops the entries at and past it."""
+    """As the public function.
+
+    Args:
+        limit: [T] int32; the entries at and past it are dropped too.
+        plan_follows: let the blocks of the next launch, `plan_rows`, start before this one ends.
+    """
     num_tokens, width = topk_slots.shape
     device = topk_slots.device
     rows = torch.empty((num_tokens, width), dtype=torch.int32, device=device)
@@ -65,6 +74,7 @@ def localize_topk(
         DCP_SIZE=dcp_size,
         INTERLEAVE=interleave_size,
         BLOCK_K=block_k,
+        TRIGGERS=plan_follows,
         num_warps=min(_MAX_WARPS, max(1, block_k // 256)),
     )
     return rows, length

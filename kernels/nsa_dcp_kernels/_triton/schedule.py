@@ -3,6 +3,8 @@
 Each program weighs the two layouts for its whole launch (sums over at most 2 * parts lengths; repeating them costs less
 than a launch that computes them once) and then writes what concerns its own row: the schedule of the parts that start
 in it, its entry of `num_splits`, and its indices, moved to where the schedule expects them.
+
+What bounds it is the chain of reductions, so what can share one is packed into it.
 """
 
 import torch
@@ -32,21 +34,22 @@ def _group_blocks(blocks, after, row, paired):
 
 
 @triton.jit
-def _fit_grouped(groups, first, parts, NUM_LOADS: tl.constexpr, STRIDE: tl.constexpr):
-    """How many of the loads first, first + STRIDE, ... are too small for every group to have parts of its own."""
-    load = (first + STRIDE * tl.arange(0, NUM_LOADS)).to(tl.float32)
+def _count_too_small(
+    groups, blocks, grouped_first, even_first, parts, shares, NUM_LOADS: tl.constexpr, STRIDE: tl.constexpr
+):
+    """How many of the loads first, first + STRIDE, ... are too small, for the grouped layout and for the even one."""
+    lane = tl.arange(0, 2 * NUM_LOADS)
+    is_grouped = lane < NUM_LOADS
+    load = tl.where(is_grouped, grouped_first, even_first) + STRIDE * (lane % NUM_LOADS)
     # ceil(group / load) in floats: half an entry away from every integer, so rounding cannot move it.
-    pieces = tl.floor((groups.to(tl.float32)[:, None] + (load - 0.5)[None, :]) * (1.0 / load)[None, :])
-    return tl.sum((tl.sum(pieces, axis=0) > parts).to(tl.int32), axis=0)
-
-
-@triton.jit
-def _fit_even(blocks, first, parts, shares, NUM_LOADS: tl.constexpr, STRIDE: tl.constexpr):
-    """The same for parts that neighbours share."""
-    load = first + STRIDE * tl.arange(0, NUM_LOADS)
+    load_float = load.to(tl.float32)
+    pieces = tl.floor((groups.to(tl.float32)[:, None] + (load_float - 0.5)[None, :]) * (1.0 / load_float)[None, :])
     width2 = tl.maximum(2 * (blocks + PIECE_COST)[:, None], (load * shares)[None, :])
     width2 = tl.where((blocks > 0)[:, None], width2, 0)
-    return tl.sum((tl.sum(width2, axis=0) > 2 * load * parts).to(tl.int32), axis=0)
+    used = tl.sum(tl.where(is_grouped[None, :], pieces.to(tl.int32), width2), axis=0)
+    too_small = used > tl.where(is_grouped, parts, 2 * load * parts)
+    both = tl.sum(tl.where(too_small, tl.where(is_grouped, 1, 1 << 16), 0), axis=0)
+    return both & 0xFFFF, both >> 16
 
 
 @triton.jit
@@ -68,6 +71,13 @@ def _cut_block(cut, start2, gap2, step):
     return tl.maximum((cut * step - start2 - gap2) // 2, 0)
 
 
+@triton.jit
+def _moves_back(row, cut, start2, before, load, step, shares, moves, row_blocks):
+    """Whether the first cut of a row would let the part before it see three rows."""
+    before_start2 = start2 - tl.maximum(2 * (before + PIECE_COST), load * shares)
+    return moves & (row >= 2) & ((cut - 1) * step < before_start2) & (before < row_blocks)
+
+
 @triton.jit(do_not_specialize=["total_rows", "launch_rows", "parts"])
 def _schedule_kernel(
     rows_ptr,
@@ -84,6 +94,7 @@ def _schedule_kernel(
     BLOCK_CUTS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     NUM_LOADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     token = tl.program_id(0)
     launch = token // launch_rows
@@ -91,22 +102,41 @@ def _schedule_kernel(
     num_rows = tl.minimum(launch_rows, total_rows - launch * launch_rows)
     length_ptr += launch * launch_rows
     row_blocks = width // BLOCK
-
     row = tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK_K)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+
+    # Everything that is read. A row's indices go to the start of the array or to its end: both are read here, long
+    # before it is known which.
     blocks = _load_blocks(length_ptr, row, num_rows)
     before = _load_blocks(length_ptr, row - 1, num_rows)
     after = _load_blocks(length_ptr, row + 1, num_rows)
+    my_blocks = _load_blocks(length_ptr, this, num_rows)
+    my_before = _load_blocks(length_ptr, this - 1, num_rows)
+    my_after = _load_blocks(length_ptr, this + 1, num_rows)
+    my_length = tl.load(length_ptr + this)
+    row_at = token.to(tl.int64) * width
+    empty = width - my_length
+    in_front = tl.load(rows_ptr + row_at + column, mask=column < my_length, other=-1)
+    behind = tl.load(rows_ptr + row_at + column - empty, mask=(column >= empty) & (column < width), other=-1)
 
     # The smallest load of either layout: NUM_LOADS coarse steps, then NUM_LOADS fine ones.
     paired = num_rows > parts
     shares = tl.where(paired, 1, 2)
     groups = _group_blocks(blocks, after, row, paired)
-    coarse = NUM_LOADS * _fit_grouped(groups, NUM_LOADS, parts, NUM_LOADS, NUM_LOADS)
-    grouped_load = coarse + 1 + _fit_grouped(groups, coarse + 1, parts, NUM_LOADS, 1)
-    coarse = NUM_LOADS * _fit_even(blocks, NUM_LOADS, parts, shares, NUM_LOADS, NUM_LOADS)
-    even_load = coarse + 1 + _fit_even(blocks, coarse + 1, parts, shares, NUM_LOADS, 1)
-    is_partial = (blocks > 0) & (blocks < row_blocks)
-    shortest = tl.min(tl.where(is_partial & paired, tl.maximum(2 * (blocks + PIECE_COST), even_load), 2 * even_load))
+    partial = tl.min(tl.where((blocks > 0) & (blocks < row_blocks), blocks, row_blocks), axis=0)
+    grouped_load, even_load = _count_too_small(
+        groups, blocks, NUM_LOADS, NUM_LOADS, parts, shares, NUM_LOADS, NUM_LOADS
+    )
+    grouped_load = NUM_LOADS * grouped_load + 1
+    even_load = NUM_LOADS * even_load + 1
+    grouped_more, even_more = _count_too_small(groups, blocks, grouped_load, even_load, parts, shares, NUM_LOADS, 1)
+    grouped_load += grouped_more
+    even_load += even_more
+    shortest = tl.where(
+        paired & (partial < row_blocks), tl.maximum(2 * (partial + PIECE_COST), even_load), 2 * even_load
+    )
     worst = even_load + tl.maximum((2 * even_load - shortest + 1) // 2 - PIECE_COST, 0)
     even = worst < grouped_load
     load = tl.where(even, even_load, grouped_load)
@@ -120,44 +150,45 @@ def _schedule_kernel(
     first_cut = (start2 + step - 1) // step
     num_cuts = (end2 + step - 1) // step - first_cut
     first_block = _cut_block(first_cut, start2, gap2, step)
-    before_width2 = tl.maximum(2 * (before + PIECE_COST), load * shares)
-    sees_three = moves & (row >= 2) & ((first_cut - 1) * step < start2 - before_width2) & (before < row_blocks)
-    starts_at_cut = (num_cuts > 0) & (sees_three | (first_block == 0))
+    moved = _moves_back(row, first_cut, start2, before, load, step, shares, moves, row_blocks)
+    starts_at_cut = (num_cuts > 0) & (moved | (first_block == 0))
     pieces = tl.where(blocks > 0, 1 + num_cuts - starts_at_cut.to(tl.int32), 0)
-    splits_before = tl.sum(tl.where(row < this, pieces, 0))
+    so_far = tl.sum(tl.where(row < this, pieces.to(tl.int64) + (width2.to(tl.int64) << 32), 0), axis=0)
+    splits_before = (so_far & 0xFFFFFFFF).to(tl.int32)
 
     # This row, as scalars.
-    my_start2 = tl.sum(tl.where(row < this, width2, 0))
-    my_blocks = _load_blocks(length_ptr, this, num_rows)
-    my_before = _load_blocks(length_ptr, this - 1, num_rows)
-    my_after = _load_blocks(length_ptr, this + 1, num_rows)
+    my_start2 = (so_far >> 32).to(tl.int32)
     my_gap2, my_width2 = _line(my_blocks, my_after, this, load, even, paired, shares)
     my_cut = (my_start2 + step - 1) // step
     end_cut = (my_start2 + my_width2 + step - 1) // step
     my_first_block = _cut_block(my_cut, my_start2, my_gap2, step)
-    before_start2 = my_start2 - tl.maximum(2 * (my_before + PIECE_COST), load * shares)
-    moved = moves & (this >= 2) & ((my_cut - 1) * step < before_start2) & (my_before < row_blocks)
+    moved = _moves_back(this, my_cut, my_start2, my_before, load, step, shares, moves, row_blocks)
     my_first_block = tl.where(moved, 0, my_first_block)
     starts_part = (end_cut > my_cut) & (my_first_block == 0)
     my_pieces = 1 + end_cut - my_cut - starts_part.to(tl.int32)
 
-    # The first cut past this row ends the last part that starts in it.
-    next_row = tl.sum(((blocks > 0) & (end2 <= end_cut * step)).to(tl.int32))
-    next_start2 = tl.sum(tl.where(row < next_row, width2, 0))
+    # The first cut past this row ends the last part that starts in it. It falls in the row behind the last that ends
+    # before it.
+    passed = (blocks > 0) & (end2 <= end_cut * step)
+    next_at = tl.max(tl.where(passed, (end2.to(tl.int64) << 32) + row + 1, 0), axis=0)
+    next_row = (next_at & 0xFFFFFFFF).to(tl.int32)
+    next_start2 = (next_at >> 32).to(tl.int32)
     next_blocks = _load_blocks(length_ptr, next_row, num_rows)
     next_before = _load_blocks(length_ptr, next_row - 1, num_rows)
     next_after = _load_blocks(length_ptr, next_row + 1, num_rows)
     next_gap2, _ = _line(next_blocks, next_after, next_row, load, even, paired, shares)
     next_block = _cut_block(end_cut, next_start2, next_gap2, step)
-    before_start2 = next_start2 - tl.maximum(2 * (next_before + PIECE_COST), load * shares)
-    moved = moves & (next_row >= 2) & ((end_cut - 1) * step < before_start2) & (next_before < row_blocks)
+    moved = _moves_back(next_row, end_cut, next_start2, next_before, load, step, shares, moves, row_blocks)
     next_block = tl.where(moved | (next_row >= num_rows), 0, next_block)
     is_followed = (next_row > this + 1) | (next_block > 0)
 
     head_blocks = tl.where(starts_part, 0, my_first_block)
     head_blocks = tl.where(is_followed & (starts_part | (my_pieces > 1)), head_blocks, my_blocks)
-    tail_shift = row_blocks - my_blocks
+    head = tl.minimum(head_blocks * BLOCK, my_length)
+    aligned = tl.where(column < head, in_front, tl.where(column >= head + empty, behind, -1))
+    tl.store(aligned_ptr + row_at + column, aligned, mask=column < width)
 
+    tail_shift = row_blocks - my_blocks
     cut = my_cut + tl.arange(0, BLOCK_CUTS)
     begin = tl.where(cut == my_cut, my_first_block, _cut_block(cut, my_start2, my_gap2, step))
     is_last = cut + 1 >= end_cut
@@ -173,8 +204,8 @@ def _schedule_kernel(
     record_ptr = schedule_ptr + cut * 8
     is_mine = cut < end_cut
     tl.store(record_ptr, tl.full([BLOCK_CUTS], 0, tl.int32) + this, mask=is_mine)
-    tl.store(record_ptr + 1, begin, mask=is_mine)
-    tl.store(record_ptr + 2, last, mask=is_mine)
+    tl.store(record_ptr + 1, last, mask=is_mine)
+    tl.store(record_ptr + 2, begin, mask=is_mine)
     tl.store(record_ptr + 3, end, mask=is_mine)
     tl.store(record_ptr + 4, split, mask=is_mine)
     tl.store(record_ptr + 5, tl.full([BLOCK_CUTS], 0, tl.int32) + my_split, mask=is_mine)
@@ -187,26 +218,14 @@ def _schedule_kernel(
         tl.store(num_splits_ptr + num_rows, splits_before + my_pieces)
         part = tl.arange(0, BLOCK_PARTS)
         field = tl.arange(0, 8)
-        idle = tl.where(field == 0, num_rows, tl.where(field == 2, num_rows - 1, 0))
+        idle = tl.where(field == 0, num_rows, tl.where(field == 1, num_rows - 1, 0))
         idle_at = schedule_ptr + part[:, None] * 8 + field[None, :]
         is_idle = (part >= end_cut) & (part < parts)
         tl.store(idle_at, tl.zeros([BLOCK_PARTS, 8], tl.int32) + idle[None, :], mask=is_idle[:, None])
 
-    # The row's indices: its head where it is, its tail at the end, -1 between.
-    column = tl.arange(0, BLOCK_K)
-    my_length = tl.load(length_ptr + this)
-    head = tl.minimum(head_blocks * BLOCK, my_length)
-    in_head = column < head
-    in_tail = column >= head + width - my_length
-    source = tl.where(in_tail, column - (width - my_length), column)
-    row_at = token.to(tl.int64) * width
-    read = (in_head | in_tail) & (column < width)
-    index = tl.load(rows_ptr + row_at + source, mask=read, other=-1)
-    tl.store(aligned_ptr + row_at + column, index, mask=column < width)
-
 
 def plan_rows(
-    rows: torch.Tensor, length: torch.Tensor, parts: int, launch_rows: int
+    rows: torch.Tensor, length: torch.Tensor, parts: int, launch_rows: int, after_localize: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Schedule rows whose valid entries stand first, `launch_rows` of them to a FlashMLA launch.
 
@@ -215,6 +234,9 @@ def plan_rows(
         length: [T] int32.
         parts: SM parts.
         launch_rows: at most 2 * parts.
+        after_localize: the launch right before this one was `localize_topk` with `plan_follows`: this one's blocks
+            start while it drains, and wait for it. (Behind any other kernel that would not be safe: waiting for a
+            kernel that itself started early does not wait for what that one overlapped.)
 
     Returns:
         aligned: [T, K] int32.
@@ -248,6 +270,8 @@ def plan_rows(
         BLOCK_CUTS=triton.next_power_of_2(row_blocks + 1),
         BLOCK_PARTS=triton.next_power_of_2(parts),
         NUM_LOADS=num_loads,
+        OVERLAPS=after_localize,
         num_warps=_NUM_WARPS,
+        **({"launch_pdl": True} if after_localize else {}),
     )
     return aligned, schedule, num_splits

@@ -1,10 +1,12 @@
-"""Kernels of `select_topk`: a radix selection over order-preserving keys, then a stable compaction.
+"""Kernel of `select_topk`: a program holds a segment of a row in registers and bisects for the K-th score.
 
-Scores become 32-bit keys of the same order (-0.0 as 0.0, NaN below -inf). Four launches find the key of the K-th score,
-eight bits at a time, each counting the keys that share the bits found so far; a fifth writes the positions of the keys
-above it, and of as many equal ones as fit, lower positions first. A row is cut into segments so that few rows still
-fill the device; every count is exact and kept per segment, so the result depends neither on the segments nor on the
-batch.
+Scores become 32-bit keys of the same order (-0.0 as 0.0, NaN below -inf). The largest key that at least K entries reach
+is found by bisection, counting the entries in registers; then one scan gives every chosen entry its place: all above
+that key, and of its equals as many as fit, lower positions first. Every count is exact, so the result depends neither
+on the order in which threads run nor on the batch.
+
+A row longer than a segment is selected in rounds: the first K of each segment, in ascending position, are the next
+round's row. What the whole row selects is among them, and their order decides ties as the positions do.
 
 Written here because no maintained library gives this order: those that break ties by position need a CUDA toolkit to
 compile at run time, order NaN and -0.0 otherwise, and do not return the positions in ascending order.
@@ -14,163 +16,125 @@ import torch
 import triton
 import triton.language as tl
 
-_DIGITS = tl.constexpr(4)
-_BINS = tl.constexpr(256)
-_BLOCK = 2048
-_NUM_WARPS = 8
-# Segments are at least this long, and no more than it takes to put this many programs on the device.
-_SHORTEST_SEGMENT = 4096
-_PROGRAMS = 512
+from nsa_dcp_kernels._checks import check
+
+# Entries of a row that a program holds, 32 to a thread.
+_SEGMENT = 16384
+_ENTRIES_PER_THREAD = 32
+_NOTHING = tl.constexpr(-0x80000000)
 
 
 @triton.jit
-def _load_keys(logits_row_ptr, position, end):
-    """Order-preserving unsigned keys in int32 bits, and which of them exist."""
-    held = position < end
-    bits = tl.load(logits_row_ptr + position, mask=held, other=0.0).to(tl.int32, bitcast=True)
+def _order_key(bits):
+    """float32 bits -> int32 of the same order; above _NOTHING, which is left for entries that do not exist."""
     magnitude = bits & 0x7FFFFFFF
-    bits = tl.where(magnitude == 0, 0, bits)
-    key = bits ^ ((bits >> 31) | -0x80000000)
-    return tl.where(magnitude > 0x7F800000, 0, key), held
+    key = tl.where(bits < 0, -magnitude, magnitude)
+    return tl.where(magnitude > 0x7F800000, _NOTHING + 1, key)
 
 
-@triton.jit
-def _segment(context_lens_ptr, token, segment, NUM_SEGMENTS: tl.constexpr, BLOCK: tl.constexpr, length):
-    """(start, end) of a segment of a row, from the tokens the row sees."""
-    seen = tl.minimum(tl.load(context_lens_ptr + token), length)
-    share = tl.cdiv(tl.cdiv(seen, NUM_SEGMENTS), BLOCK) * BLOCK
-    start = tl.minimum(segment * share, seen)
-    return start, tl.minimum(start + share, seen), seen
-
-
-@triton.jit
-def _find_digit(counts_ptr, token, digit, vacant, NUM_SEGMENTS: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The digit of the last key that fits, and how many of the keys that share it fit."""
-    bin_ = tl.arange(0, _BINS)
-    segment = tl.arange(0, BLOCK_S)
-    at = ((token * _DIGITS + digit) * NUM_SEGMENTS + segment)[:, None] * _BINS + bin_[None, :]
-    counts = tl.load(counts_ptr + at, mask=(segment < NUM_SEGMENTS)[:, None], other=0)
-    count = tl.sum(counts, axis=0)
-    total = tl.sum(count)
-    # Keys in this bin and above it.
-    from_here = total - tl.cumsum(count, axis=0) + count
-    found = tl.maximum(tl.sum((from_here >= vacant).to(tl.int32)) - 1, 0)
-    above = tl.sum(tl.where(bin_ > found, count, 0))
-    # Of each segment: keys above the digit, and keys that have it.
-    segment_above = tl.sum(tl.where((bin_ > found)[None, :], counts, 0), axis=1)
-    segment_equal = tl.sum(tl.where((bin_ == found)[None, :], counts, 0), axis=1)
-    return found, vacant - above, segment_above, segment_equal
-
-
-@triton.jit(do_not_specialize=["topk"])
-def _count_digit_kernel(
-    logits_ptr,
-    context_lens_ptr,
-    counts_ptr,
+@triton.jit(do_not_specialize=["topk", "num_kept"])
+def _select_kernel(
+    scores_ptr,
+    positions_ptr,
+    lens_ptr,
+    chosen_keys_ptr,
+    chosen_positions_ptr,
     length,
-    logits_stride,
+    row_stride,
     topk,
-    DIGIT: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    num_kept,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The first round reads scores and knows positions; later ones read the round before's keys and positions."""
     token = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
-    start, end, seen = _segment(context_lens_ptr, token, segment, NUM_SEGMENTS, BLOCK, length)
-    vacant = tl.minimum(seen, topk)
-    prefix = 0
-    for digit in tl.static_range(DIGIT):
-        found, vacant, _, _ = _find_digit(counts_ptr, token, digit, vacant, NUM_SEGMENTS, BLOCK_S)
-        prefix = (prefix << 8) | found
+    entry = segment * BLOCK + tl.arange(0, BLOCK)
+    at = token * row_stride + entry
+    if FIRST:
+        seen = tl.minimum(tl.load(lens_ptr + token), length)
+        bits = tl.load(scores_ptr + at, mask=entry < seen, other=0.0).to(tl.int32, bitcast=True)
+        key = tl.where(entry < seen, _order_key(bits), _NOTHING)
+        held = tl.minimum(tl.maximum(seen - segment * BLOCK, 0), BLOCK)
+    else:
+        key = tl.load(scores_ptr + at, mask=entry < length, other=_NOTHING)
+        held = tl.sum((key != _NOTHING).to(tl.int32), axis=0)
+    wanted = tl.minimum(held, topk)
 
-    count = tl.zeros([_BINS], tl.int32)
-    for at in range(start, end, BLOCK):
-        position = at + tl.arange(0, BLOCK)
-        key, held = _load_keys(logits_ptr + token * logits_stride, position, end)
-        if DIGIT > 0:
-            # The shift is arithmetic; the mask leaves the digits found so far.
-            held = held & (((key >> (32 - 8 * DIGIT)) & ((1 << (8 * DIGIT)) - 1)) == prefix)
-        digit_of = (key >> (24 - 8 * DIGIT)) & 255
-        count += tl.histogram(tl.where(held, digit_of, 0), _BINS)
-        # What is not counted stood in for digit 0.
-        absent = BLOCK - tl.sum(held.to(tl.int32))
-        count -= tl.where(tl.arange(0, _BINS) == 0, absent, 0)
-    counts_at = ((token * _DIGITS + DIGIT) * NUM_SEGMENTS + segment) * _BINS + tl.arange(0, _BINS)
-    tl.store(counts_ptr + counts_at, count)
+    # Invariant: at least `wanted` keys reach `low`, fewer reach `high`.
+    low = tl.min(tl.where(key == _NOTHING, 0x7FFFFFFF, key), axis=0).to(tl.int64)
+    high = tl.max(key, axis=0).to(tl.int64) + 1
+    if held <= topk:
+        high = low
+    while high - low > 1:
+        middle = (low + high) >> 1
+        reached = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), axis=0)
+        enough = reached >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        # Exactly enough: no bit below decides anything.
+        high = tl.where(reached == wanted, low, high)
+    threshold = low.to(tl.int32)
 
-
-@triton.jit(do_not_specialize=["topk"])
-def _write_positions_kernel(
-    logits_ptr,
-    context_lens_ptr,
-    counts_ptr,
-    topk_ptr,
-    length,
-    logits_stride,
-    topk,
-    NUM_SEGMENTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    segment = tl.program_id(1)
-    start, end, seen = _segment(context_lens_ptr, token, segment, NUM_SEGMENTS, BLOCK, length)
-    selected = tl.minimum(seen, topk)
-    vacant = selected
-    threshold = 0
-    segments = tl.arange(0, BLOCK_S)
-    above = tl.zeros([BLOCK_S], tl.int32)
-    tied = tl.zeros([BLOCK_S], tl.int32)
-    for digit in tl.static_range(4):
-        found, vacant, segment_above, tied = _find_digit(counts_ptr, token, digit, vacant, NUM_SEGMENTS, BLOCK_S)
-        above += segment_above
-        threshold = (threshold << 8) | found
-    above_before = tl.sum(tl.where(segments < segment, above, 0))
-    tied_before = tl.sum(tl.where(segments < segment, tied, 0))
-
-    # Signed comparison of unsigned keys.
-    pivot = threshold ^ -0x80000000
-    topk_ptr += token * topk
-    for at in range(start, end, BLOCK):
-        position = at + tl.arange(0, BLOCK)
-        key, held = _load_keys(logits_ptr + token * logits_stride, position, end)
-        key = key ^ -0x80000000
-        is_above = held & (key > pivot)
-        is_tied = held & (key == pivot)
-        # Both counts in one scan: neither exceeds BLOCK.
-        both = is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16)
-        so_far = tl.cumsum(both, axis=0)
-        above_here = above_before + (so_far & 0xFFFF)
-        tied_here = tied_before + (so_far >> 16)
-        chosen = is_above | (is_tied & (tied_here <= vacant))
-        place = above_here + tl.minimum(tied_here, vacant) - 1
-        tl.store(topk_ptr + place, position, mask=chosen)
-        counted = tl.sum(both)
-        above_before += counted & 0xFFFF
-        tied_before += counted >> 16
-
-    # The tail, a share of it per segment.
-    for tail in range(selected + segment * BLOCK, topk, NUM_SEGMENTS * BLOCK):
-        padding = tail + tl.arange(0, BLOCK)
-        tl.store(topk_ptr + padding, tl.full([BLOCK], -1, tl.int32), mask=padding < topk)
+    above = key > threshold
+    tied = (key == threshold) & (key != _NOTHING)
+    # Both counts in one scan: neither exceeds BLOCK.
+    so_far = tl.cumsum(above.to(tl.int32) + (tied.to(tl.int32) << 16), axis=0)
+    above_so_far = so_far & 0xFFFF
+    tied_so_far = so_far >> 16
+    vacant = wanted - tl.sum(above.to(tl.int32), axis=0)
+    chosen = above | (tied & (tied_so_far <= vacant))
+    place = above_so_far + tl.minimum(tied_so_far, vacant) - 1
+    if FIRST:
+        position = entry
+    else:
+        position = tl.load(positions_ptr + at, mask=entry < length, other=-1)
+    chosen_at = (token * tl.num_programs(1) + segment) * num_kept
+    tl.store(chosen_positions_ptr + chosen_at + place, position, mask=chosen)
+    if not LAST:
+        tl.store(chosen_keys_ptr + chosen_at + place, key, mask=chosen)
+    for start in range(wanted // BLOCK * BLOCK, num_kept, BLOCK):
+        padding = start + tl.arange(0, BLOCK)
+        is_padding = (padding >= wanted) & (padding < num_kept)
+        if LAST:
+            tl.store(chosen_positions_ptr + chosen_at + padding, tl.full([BLOCK], -1, tl.int32), mask=is_padding)
+        else:
+            tl.store(chosen_keys_ptr + chosen_at + padding, tl.full([BLOCK], _NOTHING, tl.int32), mask=is_padding)
 
 
 def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> torch.Tensor:
+    """As the public function; topk at most half a segment, 8,192, where rows are longer than a segment."""
     num_tokens, length = logits.shape
     device = logits.device
     if not num_tokens or not length:
         return torch.full((num_tokens, topk), -1, dtype=torch.int32, device=device)
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    positions = torch.empty((num_tokens, topk), dtype=torch.int32, device=device)
-    segments = max(1, min(triton.cdiv(_PROGRAMS, num_tokens), triton.cdiv(length, _SHORTEST_SEGMENT), 64))
-    segments = triton.next_power_of_2(segments)
-    counts = torch.empty((num_tokens, 4, segments, 256), dtype=torch.int32, device=device)
-    meta = {"NUM_SEGMENTS": segments, "BLOCK_S": segments, "BLOCK": _BLOCK, "num_warps": _NUM_WARPS}
-    grid = (num_tokens, segments)
-    args = (logits, context_lens.contiguous(), counts)
-    for digit in range(4):
-        _count_digit_kernel[grid](*args, length, logits.stride(0), topk, DIGIT=digit, **meta)
-    _write_positions_kernel[grid](*args, positions, length, logits.stride(0), topk, **meta)
-    return positions
+    check(length <= _SEGMENT or topk <= _SEGMENT // 2, "topk", f"be at most {_SEGMENT // 2} on a GPU", topk)
+    scores = logits if logits.stride(1) == 1 else logits.contiguous()
+    positions = None
+    while True:
+        length = scores.shape[1]
+        block = min(_SEGMENT, max(64, triton.next_power_of_2(length)))
+        segments = triton.cdiv(length, block)
+        last = segments == 1
+        num_kept = topk if last else min(topk, block)
+        chosen = torch.empty((num_tokens, segments * num_kept), dtype=torch.int32, device=device)
+        chosen_keys = None if last else torch.empty_like(chosen)
+        _select_kernel[(num_tokens, segments)](
+            scores,
+            positions,
+            context_lens.contiguous(),
+            chosen_keys,
+            chosen,
+            length,
+            scores.stride(0),
+            topk,
+            num_kept,
+            FIRST=positions is None,
+            LAST=last,
+            BLOCK=block,
+            num_warps=max(1, block // (32 * _ENTRIES_PER_THREAD)),
+        )
+        if last:
+            return chosen
+        scores, positions = chosen_keys, chosen
