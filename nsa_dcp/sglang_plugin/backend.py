@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
 from nsa_dcp.sglang_plugin.validation import head_bucket
 from nsa_dcp_kernels import LocalSelection, attend_selection, localize_selection
+from nsa_dcp_kernels.kv_format import LATENT_DIM
 
 # sglang merges base-2 log-sum-exps for this backend; nsa_dcp_kernels returns natural ones. -inf stays -inf.
 LOG2_E = math.log2(math.e)
@@ -24,11 +25,40 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
     """Attends to the part of each selection that this DCP rank owns, and returns what merging the parts needs."""
 
     def __init__(self, model_runner: Any) -> None:
-        """Args: model_runner: sglang's ModelRunner, not a draft's."""
+        """Make the backend, and run the kernel once.
+
+        Args:
+            model_runner: sglang's ModelRunner, not a draft's.
+
+        Raises:
+            RuntimeError: FlashMLA is missing, does not load or run here, or treats an empty selection in another way.
+        """
         super().__init__(model_runner)
         # The stock value is sized for this rank's own heads; the kernel sees those of the whole DCP group.
         self.flashmla_kv_num_q_heads = head_bucket(self.num_dcp_q_heads)
         self._shared_selection = SharedSelection()
+        self.check_kernel(self.token_to_kv_pool.get_key_buffer(self.token_to_kv_pool.start_layer))
+
+    def check_kernel(self, kv_cache: torch.Tensor) -> None:
+        """Attend to nothing once, so that what is wrong with the kernel stops the server before it is ready.
+
+        It also loads and compiles what must not be loaded while a graph is captured.
+
+        Args:
+            kv_cache: a layer's cache, as `_forward_flashmla_kv` is given it.
+
+        Raises:
+            RuntimeError: as the constructor.
+        """
+        rows = cache_rows(kv_cache)
+        queries = torch.ones(1, self.num_dcp_q_heads, LATENT_DIM, dtype=torch.bfloat16, device=rows.device)
+        nothing = torch.full((1, self.dsa_index_topk), -1, dtype=torch.int32, device=rows.device)
+        out, lse = attend_selection(queries, rows, localize_selection(nothing, self.dcp_size, self.dcp_rank), 1.0)
+        if bool(out.any()) or not bool(torch.isneginf(lse).all()):
+            raise RuntimeError(
+                "nsa-dcp needs a kernel that returns zeros and a log-sum-exp of -inf for an empty selection, found "
+                f"{out.abs().max().item()} and {lse.max().item()}: pip install --force-reinstall sgl-flash-mla==1.0.0"
+            )
 
     def _forward_flashmla_kv(
         self,

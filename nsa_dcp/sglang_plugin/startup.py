@@ -6,13 +6,19 @@ sentence, and raising here stops the server before it has answered anything.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+from nsa_dcp.capacity import temporary_buffers
+from nsa_dcp.model_dims import dims_from_config
 from nsa_dcp.sglang_plugin import resolution
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version
 from nsa_dcp.sglang_plugin.row_split import split_rows
+from nsa_dcp.sglang_plugin.startup_line import startup_line
 from nsa_dcp.sglang_plugin.validation import PAGE_SIZE, SPARSE_BACKEND, concerns_us, head_bucket
+
+logger = logging.getLogger(__name__)
 
 # Bytes of one cache row: 512 FP8 values, 4 scales and 64 bfloat16 values; or 576 bfloat16 values.
 _ROW_BYTES = {"fp8": 656, "bfloat16": 1152}
@@ -58,7 +64,9 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
 
     select_alike_on_every_rank()
     split_rows(model_runner.model, get_parallel().attn_tp_group)
-    return DcpDeepseekSparseAttnBackend(model_runner)
+    backend = DcpDeepseekSparseAttnBackend(model_runner)
+    logger.info(describe_server(model_runner, get_parallel()))
+    return backend
 
 
 def select_alike_on_every_rank() -> None:
@@ -70,6 +78,39 @@ def select_alike_on_every_rank() -> None:
     from sglang.srt.environ import envs
 
     envs.SGLANG_DSA_TOPK_BROADCAST.set(True)
+
+
+def describe_server(model_runner: Any, parallel: Any) -> str:
+    """Return the log line of what is served: group, heads, bytes per token, buffers of the largest prefill chunk.
+
+    Args:
+        model_runner: sglang's ModelRunner.
+        parallel: sglang's parallel context.
+    """
+    from sglang.srt.runtime_context import get_schedule
+
+    pool, dcp_size = model_runner.token_to_kv_pool, parallel.attn_dcp_size
+    dims = dims_from_config(model_runner.model_config.hf_config.to_dict(), name="served", source="the server")
+    heads = model_runner.model_config.num_attention_heads // parallel.attn_tp_size
+    chunk = get_schedule().chunked_prefill_size
+    buffers = temporary_buffers(
+        dims,
+        "fp8_e4m3" if pool.dsa_kv_cache_store_fp8 else "bf16",
+        dcp_size,
+        local_heads=heads,
+        rows=chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens,
+        # Nothing is gathered but queries: each rank attends to its own part of the context.
+        context=0,
+    )
+    return startup_line(
+        mode="TP-DCP",
+        group_ranks=parallel.dcp_group.ranks,
+        gathered_heads=heads * dcp_size,
+        head_bucket=head_bucket(heads * dcp_size),
+        comm_backend=parallel.dcp_comm_backend,
+        pool=pool,
+        buffers=buffers,
+    )
 
 
 def _stock_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:

@@ -211,6 +211,23 @@ def test_heads_that_were_not_gathered_are_refused(make_backend):
         )
 
 
+@pytest.mark.parametrize("kv_format", ["fp8", "bfloat16"])
+def test_the_kernel_is_tried_before_anything_is_served(make_backend, kv_format):
+    backend = make_backend(4, 2, kv_format)
+    backend.check_kernel(backend.token_to_kv_pool.get_key_buffer(0))
+
+
+@pytest.mark.parametrize(("out", "lse"), [(0.0, math.inf), (0.0, 0.0), (math.nan, -math.inf), (1.0, -math.inf)])
+def test_a_kernel_that_answers_for_nothing_is_refused(make_backend, monkeypatch, out, lse):
+    from nsa_dcp.sglang_plugin import backend as module
+
+    backend = make_backend(4, 2, "bfloat16")
+    answer = torch.full((1, HEADS, 512), out), torch.full((1, HEADS), lse)
+    monkeypatch.setattr(module, "attend_selection", lambda *_: answer)
+    with pytest.raises(RuntimeError, match=r"log-sum-exp of -inf for an empty selection"):
+        backend.check_kernel(backend.token_to_kv_pool.get_key_buffer(0))
+
+
 @pytest.fixture
 def localised(monkeypatch):
     from nsa_dcp.sglang_plugin import backend

@@ -1,5 +1,6 @@
 """The factory fails closed: whatever is not as expected stops the server with one sentence."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ DCP_SIZE, DCP_RANK, HEADS = 4, 1, 64
 @pytest.fixture
 def runner(make_rank, model_path):
     """A model runner as the factory meets it: real arguments, pool and allocator, a model of one attention layer."""
+    from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
     from sglang.srt.server_args import ServerArgs
 
@@ -27,6 +29,7 @@ def runner(make_rank, model_path):
     attention.attn_mqa_for_dcp_decode = SimpleNamespace(tp_q_head_num=HEADS)
     return SimpleNamespace(
         server_args=server_args,
+        model_config=model_config_of(server_args),
         is_draft_worker=False,
         token_to_kv_pool=rank.pool,
         token_to_kv_pool_allocator=rank.allocator,
@@ -57,6 +60,20 @@ def test_dcp_on_flashmla_kv_gets_our_backend_and_one_selection_for_all_ranks(bui
 
     assert build(runner, name) == ("ours", runner)
     assert envs.SGLANG_DSA_TOPK_BROADCAST.get()
+
+
+def test_the_log_says_what_is_served(build, runner, caplog):
+    with caplog.at_level("INFO", logger="nsa_dcp"):
+        build(runner)
+    (line,) = [record.message for record in caplog.records if record.message.startswith("nsa-dcp serves ")]
+    served = json.loads(line.removeprefix("nsa-dcp serves "))
+    assert (served["mode"], served["dcp_group"], served["heads"], served["head_bucket"]) == (
+        "TP-DCP",
+        [0, 1, 2, 3],
+        64,
+        64,
+    )
+    assert served["tokens"] == DCP_SIZE * runner.token_to_kv_pool.size
 
 
 def test_prefill_selection_is_split_over_the_attention_tp_group(build, runner):
