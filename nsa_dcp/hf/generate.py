@@ -71,7 +71,7 @@ def run_generate(args: argparse.Namespace) -> int:
     from nsa_dcp.launcher import run_ranks
 
     config = DcpConfig(
-        tp_size=args.tp_size or args.dcp_size,
+        tp_size=args.dcp_size if args.tp_size is None else args.tp_size,
         dcp_size=args.dcp_size,
         mode=args.mode,
         cp_strategy=args.cp_strategy,
@@ -89,12 +89,13 @@ def run_generate(args: argparse.Namespace) -> int:
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bf16" if args.device == "cuda" else "float32" if args.kv_cache_dtype == "float32" else "float64"
+    pool = _tokens_at_once(prompts, args, config) if args.max_total_tokens is None else args.max_total_tokens
     job = GenerateJob(
         directory=directory,
         dtype=dtype,
         device=args.device,
         config=config,
-        cache=CacheConfig(args.kv_cache_dtype, args.max_total_tokens or _tokens_at_once(prompts, args, config)),
+        cache=CacheConfig(args.kv_cache_dtype, pool),
         prompts=prompts,
         max_new_tokens=args.max_new_tokens,
         chunked_prefill_size=args.chunked_prefill_size,

@@ -7,18 +7,25 @@ FP8: tokens and every cached byte do not depend on how the work was split.
 import pytest
 import torch
 
+from nsa_dcp import indexer
 from nsa_dcp.config import CacheConfig, DcpConfig
+from nsa_dcp.hf.checkpoint import load_model
+from nsa_dcp.hf.engine import Engine
+from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.launcher import run_ranks
 from nsa_dcp.testing.recorded_generation import generate_recorded
 
 MAX_NEW_TOKENS = 4
+# Searched for: over all rows and layers of both models, the closest call at any selection's cut is wide enough that no
+# processor's rounding can turn it (see test_no_selection_is_a_close_call).
+SEED = 54
 # Around a page (64), around widened pages (128, 256, 512), shorter than any dcp size, longer than index_topk (64).
 PROMPT_LENS = (1, 2, 63, 128, 65, 257, 150)
 GLM, DEEPSEEK = "tiny-glm-dsa", "tiny-deepseek-v32"
 
 
 def make_prompts(lens: tuple[int, ...] = PROMPT_LENS) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(SEED)
     return [torch.randint(3, 1024, (n,), generator=generator).tolist() for n in lens]
 
 
@@ -58,6 +65,26 @@ def check_shares(results: list[dict], config: DcpConfig) -> None:
         assert abs(usage["latent_rows"] - tokens / config.dcp_size) <= len(PROMPT_LENS) * 64
         assert usage["index_tokens"] == tokens
     assert sum(result["usage"]["latent_rows"] for result in results[: config.dcp_size]) == tokens
+
+
+def test_no_selection_is_a_close_call(tiny_checkpoint, monkeypatch):
+    """What the comparisons below rest on: two libraries that round differently still select the same tokens."""
+    closest = []
+    honest = indexer.select_topk
+
+    def watch(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> torch.Tensor:
+        ordered = logits.sort(dim=-1, descending=True).values[context_lens > topk]
+        if len(ordered):
+            margin = (ordered[:, topk - 1] - ordered[:, topk]) / ordered[:, :topk].std(dim=-1)
+            closest.append(margin.min().item())
+        return honest(logits, context_lens, topk)
+
+    monkeypatch.setattr(indexer, "select_topk", watch)
+    for name in (GLM, DEEPSEEK):
+        model = load_model(tiny_checkpoint(name), "float64", torch.device("cpu"))
+        engine = Engine(model, Ranks(DcpConfig(), 0, None, None), CacheConfig("float32", 4096))
+        engine.generate(make_prompts(), MAX_NEW_TOKENS, 8192)
+    assert min(closest) > 3e-5
 
 
 SPLITS = {

@@ -1,0 +1,245 @@
+"""The `generate` command as a user types it: its report, its check, its refusals, and that it leaves nothing behind."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_dcp.cli import build_parser, main
+from nsa_dcp.hf import generate, unmodified
+from nsa_dcp.hf.checkpoint import resolve_checkpoint
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+    """A function that writes a prompts file and returns its name."""
+
+    def write(content: object) -> str:
+        path = tmp_path / "prompts.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint):
+    return str(tiny_checkpoint("tiny-glm-dsa"))
+
+
+def run(*words: str) -> int:
+    return main(["generate", *words])
+
+
+def test_the_report_has_tokens_and_what_each_rank_holds(checkpoint, prompts_file, tmp_path):
+    report_file = tmp_path / "out.json"
+    prompts = prompts_file(["Licensed under the Apache License", [5, 6, 7]])
+    options = ["--max-new-tokens", "3", "--dcp-size", "2", "--ignore-eos", "--check", "--json", str(report_file)]
+    assert run("--model", checkpoint, "--prompts", prompts, *options) == 0
+    report = json.loads(report_file.read_text())
+    assert [len(prompt["output_ids"]) for prompt in report["prompts"]] == [3, 3]
+    assert report["check"] == {"identical": True, "first_difference": None}
+    tokens = sum(prompt["prompt_tokens"] + 2 for prompt in report["prompts"])
+    assert sum(rank["latent_rows"] for rank in report["ranks"]) == tokens
+    for rank in report["ranks"]:
+        assert rank["latent_bytes"] == rank["latent_rows"] * 656 * 4
+        assert rank["index_key_bytes"] == tokens * 132 * 2  # layers 0 and 2 own an indexer
+
+
+def test_check_fails_and_names_the_first_difference(checkpoint, prompts_file, monkeypatch, capsys):
+    honest = unmodified.generate_unmodified
+
+    def off_by_one_token(model, prompt_ids, *args, **kwargs):
+        output = honest(model, prompt_ids, *args, **kwargs)
+        return output if len(prompt_ids) == 3 else [output[0], (output[1] + 1) % 1024, *output[2:]]
+
+    monkeypatch.setattr(unmodified, "generate_unmodified", off_by_one_token)
+    prompts = prompts_file([[5, 6, 7], [8, 9]])
+    assert run("--model", checkpoint, "--prompts", prompts, "--max-new-tokens", "3", "--check") == 1
+    assert "prompt 1 (2 tokens): generated token 1 is" in capsys.readouterr().err
+
+
+def test_generation_stops_at_the_end_of_sequence_id_unless_told_to_ignore_it(
+    checkpoint, prompts_file, tmp_path, tiny_checkpoint
+):
+    report_file = tmp_path / "out.json"
+    prompts = prompts_file([[5, 6, 7], [8, 9]])
+    words = ["--prompts", prompts, "--max-new-tokens", "4", "--kv-cache-dtype", "float32", "--json", str(report_file)]
+    assert run("--model", checkpoint, "--ignore-eos", *words) == 0
+    free = [prompt["output_ids"] for prompt in json.loads(report_file.read_text())["prompts"]]
+    # A checkpoint whose end-of-sequence id is what the first prompt generates second.
+    stopping = tiny_checkpoint("tiny-glm-dsa", eos_token_id=free[0][1])
+    assert run("--model", str(stopping), "--check", *words) == 0
+    stopped = [prompt["output_ids"] for prompt in json.loads(report_file.read_text())["prompts"]]
+    assert stopped[0] == free[0][: free[0].index(free[0][1]) + 1]
+    assert len(stopped[0]) <= 2
+
+
+@pytest.mark.parametrize("dcp_size", [1, 2])
+def test_prompts_wait_for_pages_where_the_pool_is_small(dcp_size, checkpoint, prompts_file, tmp_path):
+    """Requests that do not fit at once are served in turn, in reused pages, with the same tokens."""
+    report_file = tmp_path / "out.json"
+    generator = torch.Generator().manual_seed(3)
+    prompts = prompts_file([torch.randint(3, 1024, (n,), generator=generator).tolist() for n in (100, 90, 120, 5)])
+    pool = ["--max-total-tokens", "256", "--chunked-prefill-size", "64", "--dcp-size", str(dcp_size)]
+    words = ["--prompts", prompts, "--max-new-tokens", "3", "--json", str(report_file), "--check", *pool]
+    assert run("--model", checkpoint, *words) == 0
+
+
+REFUSALS = {
+    "heads": (["--tp-size", "3"], "tp_size must divide the model's 8 attention heads, got 3; 1, 2, 4, 8 would work"),
+    "groups": (["--tp-size", "4", "--dcp-size", "3"], "dcp_size must divide tp_size.*1, 2, 4 would work"),
+    "cp": (["--tp-size", "4", "--dcp-size", "2", "--mode", "cp"], "dcp_size must equal the context-parallel size"),
+    "new tokens": (["--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+    "chunk": (["--chunked-prefill-size", "0"], "chunked_prefill_size must be at least 1, got 0"),
+    "pool": (["--max-total-tokens", "64", "--max-new-tokens", "90"], "prompt must fit the pool of 64 tokens"),
+    "no pool": (["--max-total-tokens", "0"], "max_total_tokens must be at least 1, got 0"),
+    "dcp": (["--tp-size", "1", "--dcp-size", "0"], "dcp_size must be at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("words, message", REFUSALS.values(), ids=REFUSALS)
+def test_a_refusal_is_one_sentence_and_exit_status_two(words, message, checkpoint, prompts_file, capsys):
+    assert run("--model", checkpoint, "--prompts", prompts_file([[5, 6, 7]]), *words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("nsa-dcp: ") and "Traceback" not in error
+    assert error.count("\n") == 1
+    assert re.search(message, error)
+
+
+PROMPT_FILES = {
+    "not json": ("[1, 2", "prompts must be a JSON file"),
+    "not a list": ({"a": 1}, "prompts must be a non-empty JSON list, got dict"),
+    "empty list": ([], "prompts must be a non-empty JSON list"),
+    "empty prompt": ([[5], []], "as number 1"),
+    "empty string": ([""], "non-empty string"),
+    "floats": ([[1.5]], "list of token ids"),
+    "booleans": ([[True]], "list of token ids"),
+    "nested": ([[[1]]], "list of token ids"),
+    "outside the vocabulary": ([[5], [1024]], r"token ids in \[0, 1024\), got 1024 in number 1"),
+    "negative": ([[-1]], r"token ids in \[0, 1024\), got -1"),
+}
+
+
+@pytest.mark.parametrize("content, message", PROMPT_FILES.values(), ids=PROMPT_FILES)
+def test_a_prompts_file_that_is_not_one_is_refused(content, message, checkpoint, prompts_file, capsys):
+    assert run("--model", checkpoint, "--prompts", prompts_file(content)) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_missing_prompts_file_is_refused(checkpoint, capsys):
+    assert run("--model", checkpoint, "--prompts", "/does/not/exist.json") == 2
+    assert "prompts must be a readable file" in capsys.readouterr().err
+
+
+def copy_checkpoint(source: str, target: Path) -> Path:
+    target.mkdir()
+    for path in Path(source).iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def break_config(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+def remove_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def remove_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def truncate_weights(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def truncate_header(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def name_a_missing_shard(directory: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def change_architecture(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+
+
+DAMAGE = {
+    break_config: "config.json must be JSON",
+    remove_config: "must be a checkpoint directory with config.json",
+    remove_weights: "must hold \\*.safetensors weights",
+    truncate_weights: "it is truncated or damaged",
+    truncate_header: "less than its header",
+    name_a_missing_shard: "must exist, since the index names it",
+    change_architecture: "architecture LlamaForCausalLM is not supported.*GlmMoeDsaForCausalLM",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_refused_before_any_rank_starts(
+    damage, checkpoint, prompts_file, tmp_path, monkeypatch
+):
+    directory = copy_checkpoint(checkpoint, tmp_path / "checkpoint")
+    damage(directory)
+    monkeypatch.setattr("nsa_dcp.launcher.run_ranks", lambda *_, **__: pytest.fail("a rank was started"))
+    arguments = build_parser().parse_args(["generate", "--model", str(directory), "--prompts", prompts_file([[5]])])
+    with pytest.raises((ValueError, NotImplementedError), match=DAMAGE[damage]):
+        generate.run_generate(arguments)
+
+
+def test_a_directory_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="model must be a checkpoint directory or one of tiny-glm-dsa"):
+        resolve_checkpoint("/does/not/exist", 0)
+
+
+def test_strings_need_a_tokenizer(checkpoint, prompts_file, tmp_path, capsys):
+    directory = copy_checkpoint(checkpoint, tmp_path / "checkpoint")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    assert run("--model", str(directory), "--prompts", prompts_file(["text"])) == 2
+    assert "prompts must be lists of token ids for a checkpoint without a tokenizer" in capsys.readouterr().err
+
+
+_LEFT_BEHIND = """
+import os, sys
+from pathlib import Path
+from nsa_dcp.cli import main
+
+status = main(sys.argv[1:])
+parents = {}
+for stat in Path("/proc").glob("[0-9]*/stat"):
+    fields = stat.read_text().rpartition(")")[2].split()
+    if fields[0] != "Z":
+        parents[int(stat.parent.name)] = int(fields[1])
+# Our own children are multiprocessing's two helpers; ranks are children of one of them.
+helpers = {pid for pid, parent in parents.items() if parent == os.getpid()}
+print("HELPERS", len(helpers), "RANKS", sum(parent in helpers for parent in parents.values()))
+sys.exit(status)
+"""
+
+
+def test_a_refused_run_leaves_no_process_behind(checkpoint, prompts_file):
+    """The ranks refuse: that a prompt does not fit the pool is found when it is admitted."""
+    words = ["generate", "--model", checkpoint, "--prompts", prompts_file([[5] * 100]), "--dcp-size", "2"]
+    words += ["--max-total-tokens", "64", "--max-new-tokens", "60"]
+    done = subprocess.run([sys.executable, "-c", _LEFT_BEHIND, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "prompt must fit the pool of 128 tokens" in done.stderr
+    assert "HELPERS 2 RANKS 0" in done.stdout
+
+
+def test_progress_is_shown_on_a_long_run(capsys, monkeypatch):
+    monkeypatch.setattr(generate, "_PROGRESS_EVERY_S", 0.0)
+    generate._Progress().show((100, 2000, 3))
+    assert "prompt tokens 100/2000, generated 3" in capsys.readouterr().err
