@@ -10,8 +10,9 @@ import pytest
 import torch
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-if HAS_SGLANG:
-    # sglang writes its cache and merges with Triton kernels; the interpreter runs them on CPU tensors.
+if HAS_SGLANG and not torch.cuda.is_available():
+    # sglang writes its cache and merges with Triton kernels; the interpreter runs them on CPU tensors. Where there is a GPU
+    # the other tests of this process need the compiler, so what runs on the CPU here is skipped.
     os.environ["TRITON_INTERPRET"] = "1"
 
 NUM_LAYERS = 2
@@ -60,11 +61,15 @@ TINY_GLM_DSA = {
 
 
 def pytest_collection_modifyitems(items):
-    if HAS_SGLANG:
+    if not HAS_SGLANG:
+        reason = "needs sglang 0.5.23: pip install sglang==0.5.23"
+    elif torch.cuda.is_available():
+        reason = "runs sglang on CPU tensors, in Triton's interpreter: hide the GPU with CUDA_VISIBLE_DEVICES="
+    else:
         return
     for item in items:
         if item.get_closest_marker("sglang"):
-            item.add_marker(pytest.mark.skip(reason="needs sglang 0.5.23: pip install sglang==0.5.23"))
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture
