@@ -54,14 +54,10 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
     dp_size = next((int(part[2:]) for part in options if re.fullmatch(r"dp\d+", part)), 1)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--tp-size", str(tp_size), "--dcp-size", str(dcp_size), "--skip-tokenizer-init"]
-    command += [
-        "--attention-backend",
-        "nsa",
-        "--dsa-prefill-backend",
-        "flashmla_kv",
-        "--dsa-decode-backend",
-        "flashmla_kv",
-    ]
+    # A stock flashmla_kv packs a bfloat16 cache into FP8 in every call; without DCP the bfloat16 kernel is the reference.
+    sparse_backend = "flashmla_sparse" if "bf16" in options and dcp_size == 1 else "flashmla_kv"
+    command += ["--attention-backend", "nsa"]
+    command += ["--dsa-prefill-backend", sparse_backend, "--dsa-decode-backend", sparse_backend]
     command += ["--kv-cache-dtype", "bfloat16" if "bf16" in options else "fp8_e4m3", "--page-size", "64"]
     command += [
         "--max-total-tokens",
@@ -206,7 +202,8 @@ def ask(server: Server, name: str, ids: list[int], timeout_s: float = REQUEST_TI
         "cached_tokens": meta.get("cached_tokens"),
         "tokens": [entry[1] for entry in meta["output_token_logprobs"]],
         "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
-        "top": [[(entry[1], entry[0]) for entry in best] for best in meta["output_top_logprobs"]],
+        # Speculation may leave them out.
+        "top": [[(entry[1], entry[0]) for entry in best] for best in meta.get("output_top_logprobs") or []],
         "accepted_drafts": meta.get("spec_accept_length"),
     }
 
@@ -289,7 +286,8 @@ def run(model: Path, config: str, out: Path, port: int) -> None:
         if "kill" in config.split("-"):
             report["kill"] = kill_a_rank(server)
     log = (out / f"{config}.log").read_text(errors="replace")
-    report["logged_capacity"] = sorted({int(found) for found in re.findall(r"max_total_num_tokens=(\d+)", log)})
+    logged = re.findall(r"max_total_num_tokens=(\d+), chunked_prefill_size", log)
+    report["logged_capacity"] = sorted({int(found) for found in logged})
     report["retractions"] = len(re.findall(r"Retract(?:ed)? requests|#retracted", log))
     report["seconds"] = time.monotonic() - started
     (out / f"{config}.json").write_text(json.dumps(report, indent=1))

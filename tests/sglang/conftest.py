@@ -11,8 +11,8 @@ import torch
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 if HAS_SGLANG and not torch.cuda.is_available():
-    # sglang writes its cache and merges with Triton kernels; the interpreter runs them on CPU tensors. Where there is a GPU
-    # the other tests of this process need the compiler, so what runs on the CPU here is skipped.
+    # sglang writes its cache and merges with Triton kernels; the interpreter runs them on CPU tensors. Where there is a
+    # GPU, the other tests of this process need the compiler, so what runs on the CPU here is skipped.
     os.environ["TRITON_INTERPRET"] = "1"
 
 NUM_LAYERS = 2

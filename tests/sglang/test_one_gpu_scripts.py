@@ -75,6 +75,14 @@ def test_the_same_tokens_with_other_log_probabilities_fail():
     assert result.failures == ["first: 9 tokens, token 0: log-probabilities differ by 0.1000"]
 
 
+def test_without_alternatives_only_the_same_tokens_pass():
+    other = report()
+    answer_of(other)["top"] = []
+    assert compare.compare_reports(report(), copy.deepcopy(other), ROUNDING).failures == []
+    answer_of(other)["tokens"][1] = 7
+    assert compare.compare_reports(report(), other, ROUNDING).failures == ["first: 9 tokens, token 1: 8 and 7"]
+
+
 def test_nothing_after_a_flip_is_compared():
     other = report()
     answer_of(other)["tokens"] = [8, 3]
@@ -141,7 +149,8 @@ def test_rounding_comes_from_two_stock_servers(tmp_path):
     [
         ("tp1-dcp1", ["--tp-size 1", "--dcp-size 1", "fp8_e4m3", "--max-total-tokens 24576"], ["--dcp-comm-backend"]),
         ("tp8-dcp8-ag_rs-nograph", ["--max-total-tokens 3072", "ag_rs", "--cuda-graph-backend-decode disabled"], []),
-        ("tp4-dcp2-bf16-dp2", ["--kv-cache-dtype bfloat16", "--attn-dp-size 2"], ["fp8_e4m3"]),
+        ("tp1-dcp1-bf16", ["--dsa-decode-backend flashmla_sparse"], ["flashmla_kv"]),
+        ("tp4-dcp2-bf16-dp2", ["flashmla_kv", "--kv-cache-dtype bfloat16", "--attn-dp-size 2"], ["fp8_e4m3"]),
         ("tp2-dcp2-a2a-noqrep-nextn", ["--no-dcp-replicate-q-proj", "NEXTN"], []),
         ("tp4-dcp4-retract", ["--max-total-tokens 2048"], []),
     ],
