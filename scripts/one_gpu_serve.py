@@ -51,46 +51,35 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
     parts = config.split("-")
     tp_size, dcp_size = (int(re.fullmatch(f"{name}(\\d+)", part)[1]) for name, part in zip(("tp", "dcp"), parts))
     options = set(parts[2:])
-    dp_size = next((int(part[2:]) for part in options if re.fullmatch(r"dp\d+", part)), 1)
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--tp-size", str(tp_size), "--dcp-size", str(dcp_size), "--skip-tokenizer-init"]
-    # A stock flashmla_kv packs a bfloat16 cache into FP8 in every call; without DCP the bfloat16 kernel is the reference.
-    sparse_backend = "flashmla_sparse" if "bf16" in options and dcp_size == 1 else "flashmla_kv"
-    command += ["--attention-backend", "nsa"]
-    command += ["--dsa-prefill-backend", sparse_backend, "--dsa-decode-backend", sparse_backend]
-    command += ["--kv-cache-dtype", "bfloat16" if "bf16" in options else "fp8_e4m3", "--page-size", "64"]
-    command += [
-        "--max-total-tokens",
-        str(POOL_TOKENS["retract" in options] // dcp_size),
-        "--mem-fraction-static",
-        "0.3",
+    bf16, retract = "bf16" in options, "retract" in options
+    # A stock flashmla_kv packs a bfloat16 cache into FP8 in every call: without DCP the bfloat16 kernel is the reference.
+    sparse = "flashmla_sparse" if bf16 and dcp_size == 1 else "flashmla_kv"
+    flags = [
+        f"--host 127.0.0.1 --port {port} --skip-tokenizer-init --skip-server-warmup --random-seed 1",
+        f"--tp-size {tp_size} --dcp-size {dcp_size} --watchdog-timeout 300",
+        f"--attention-backend nsa --dsa-prefill-backend {sparse} --dsa-decode-backend {sparse}",
+        f"--kv-cache-dtype {'bfloat16' if bf16 else 'fp8_e4m3'} --page-size 64 --mem-fraction-static 0.3",
+        f"--max-total-tokens {POOL_TOKENS[retract] // dcp_size} --max-running-requests 32 --chunked-prefill-size 2048",
+        "--schedule-conservativeness 0.1 --cuda-graph-max-bs-decode 16 --enable-fp32-lm-head",
+        # The same prefill everywhere; and ranks that share a GPU cannot map each other's memory.
+        "--cuda-graph-backend-prefill disabled --disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion",
     ]
-    command += ["--chunked-prefill-size", "2048", "--max-running-requests", "32", "--cuda-graph-max-bs-decode", "16"]
-    # The same prefill everywhere; and ranks that share a GPU cannot map each other's memory.
-    command += ["--cuda-graph-backend-prefill", "disabled", "--disable-custom-all-reduce"]
-    command += ["--enforce-disable-flashinfer-allreduce-fusion", "--enable-fp32-lm-head"]
-    command += [
-        "--random-seed",
-        "1",
-        "--skip-server-warmup",
-        "--watchdog-timeout",
-        "300",
-        "--schedule-conservativeness",
-        "0.1",
-    ]
-    if "nograph" in options:
-        command += ["--cuda-graph-backend-decode", "disabled"]
-    if dp_size > 1:
-        command += ["--attn-dp-size", str(dp_size)]
-    command += [word for name in ("a2a", "ag_rs") if name in options for word in ("--dcp-comm-backend", name)]
-    command += ["--dcp-replicate-q-proj"] * ("qrep" in options) + ["--no-dcp-replicate-q-proj"] * ("noqrep" in options)
-    if "nextn" in options:
-        command += ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
-        command += ["--speculative-num-draft-tokens", "3"]
-    environment = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"} if "retract" in options else {}
+    optional = {
+        "nograph": "--cuda-graph-backend-decode disabled",
+        "a2a": "--dcp-comm-backend a2a",
+        "ag_rs": "--dcp-comm-backend ag_rs",
+        "qrep": "--dcp-replicate-q-proj",
+        "noqrep": "--no-dcp-replicate-q-proj",
+        "nextn": "--speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 3",
+    }
+    flags += [flag for option, flag in optional.items() if option in options]
+    flags += [f"--attn-dp-size {option[2:]}" for option in options if re.fullmatch(r"dp\d+", option)]
+    environment = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"} if retract else {}
     if "stock" in options:
         environment["SGLANG_PLUGINS"] = "none"
-    return command, environment
+    words = " ".join(flags).split()
+    return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *words], environment
 
 
 def write_entry_point(folder: Path) -> Path:
