@@ -114,9 +114,11 @@ def load_model(directory: Path, dtype: str, device: torch.device) -> nn.Module:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    # The eager experts read which of them are hit back to the host, which no graph can capture.
+    experts = "grouped_mm" if device.type == "cuda" else "eager"
     loaded = "float32" if dtype == "float64" else dtype
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=COMPUTE_DTYPES[loaded], local_files_only=True, experts_implementation="eager"
+        directory, dtype=COMPUTE_DTYPES[loaded], local_files_only=True, experts_implementation=experts
     )
     if dtype == "float64":
         model = model.double()

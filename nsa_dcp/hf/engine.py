@@ -153,6 +153,7 @@ class Engine:
         eos_ids: frozenset[int] = frozenset(),
         on_progress: Callable[[int, int, int], None] | None = None,
         on_logits: Callable[[Request, torch.Tensor], None] | None = None,
+        run_decode: Callable[[list[Extend]], torch.Tensor] | None = None,
     ) -> list[list[int]]:
         """Generate greedily.
 
@@ -163,6 +164,7 @@ class Engine:
             eos_ids: ids that end a request; they are part of its output.
             on_progress: called after every step with prompt tokens cached, prompt tokens in all, tokens generated.
             on_logits: called with a request and the [vocab] logits that its next token is taken from.
+            run_decode: runs decode steps in place of `forward`.
 
         Returns:
             The generated ids of each prompt.
@@ -178,7 +180,9 @@ class Engine:
             while waiting and self.admit(waiting[0], max_new_tokens):
                 running.append(waiting.pop(0))
             batch = self._next_batch(running, chunked_prefill_size)
-            logits = self.forward([Extend(tokens, request.cached, request.pages) for request, tokens in batch])
+            extends = [Extend(tokens, request.cached, request.pages) for request, tokens in batch]
+            is_decode = not any(request.in_prefill for request, _ in batch)
+            logits = (run_decode if run_decode and is_decode else self.forward)(extends)
             chosen = comm.broadcast(logits.argmax(-1), self.ranks.tp_group).tolist()
             for (request, tokens), row, token in zip(batch, logits, chosen):
                 request.cached += len(tokens)

@@ -27,6 +27,7 @@ class GenerateJob:
     max_new_tokens: int
     chunked_prefill_size: int
     eos_ids: frozenset[int]
+    cuda_graph: bool = False
 
 
 def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -53,6 +54,7 @@ def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
         help="of weights and activations. auto: bf16 on cuda; on cpu float32, and float64 with a rounding cache, so "
         "that a byte never depends on the order of a sum",
     )
+    add("--disable-cuda-graph", action="store_true", help="run decode steps eagerly on cuda")
     add("--seed", type=int, default=0, help="of a tiny model's weights")
     add("--ignore-eos", action="store_true", help="do not stop at the checkpoint's end-of-sequence id")
     add("--json", type=Path, help="write the result there; default: standard output")
@@ -100,6 +102,7 @@ def run_generate(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens,
         chunked_prefill_size=args.chunked_prefill_size,
         eos_ids=frozenset() if args.ignore_eos else eos_ids,
+        cuda_graph=args.device == "cuda" and not args.disable_cuda_graph,
     )
     started = time.perf_counter()
     ranks = run_ranks(generate_on_rank, config.tp_size, (job,), args.device, args.timeout, on_message=_Progress().show)
@@ -116,6 +119,7 @@ def run_generate(args: argparse.Namespace) -> int:
         "kv_cache_dtype": args.kv_cache_dtype,
         "dtype": dtype,
         "device": args.device,
+        "cuda_graph": job.cuda_graph,
         "seconds": round(time.perf_counter() - started, 3),
         "prompts": [{"prompt_tokens": len(prompt), "output_ids": output} for prompt, output in zip(prompts, outputs)],
         "ranks": [rank["usage"] for rank in ranks],
@@ -139,16 +143,22 @@ def generate_on_rank(rank: int, send, job: GenerateJob) -> dict:
     from nsa_dcp.hf.checkpoint import load_model
     from nsa_dcp.hf.engine import Engine
     from nsa_dcp.hf.ranks import join_groups
+    from nsa_dcp.hf.static_decode import StaticDecode
 
     device = torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     model = load_model(job.directory, job.dtype, device)
     engine = Engine(model, join_groups(job.config, rank), job.cache)
+    run_decode = None
+    if job.cuda_graph:
+        longest = max(len(prompt) for prompt in job.prompts) + job.max_new_tokens - 1
+        run_decode = StaticDecode(engine, len(job.prompts), longest).forward
     output_ids = engine.generate(
         job.prompts,
         job.max_new_tokens,
         job.chunked_prefill_size,
         job.eos_ids,
         on_progress=(lambda *numbers: send(numbers)) if rank == 0 else None,
+        run_decode=run_decode,
     )
     return {"output_ids": output_ids, "usage": engine.usage()}
 

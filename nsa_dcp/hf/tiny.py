@@ -29,8 +29,8 @@ _COMMON = {
     "q_lora_rank": 192,
     "qk_rope_head_dim": 64,
     "index_head_dim": 128,
-    # With 8 heads one key in 256 has no head that answers it and scores exactly 0: ties, which a library's top-k settles
-    # in an order of its own.
+    # With 8 heads one key in 256 has no head that answers it and scores exactly 0: ties, which a library's top-k
+    # settles in an order of its own.
     "index_n_heads": 16,
     "index_topk": 64,
     "max_position_embeddings": 16384,

@@ -8,6 +8,7 @@ from nsa_dcp.config import CacheConfig, DcpConfig
 from nsa_dcp.hf.checkpoint import load_model
 from nsa_dcp.hf.engine import Engine
 from nsa_dcp.hf.ranks import join_groups
+from nsa_dcp.hf.static_decode import StaticDecode
 from nsa_dcp_kernels import reference
 
 
@@ -79,3 +80,19 @@ def _rows_by_position(engine: Engine, request) -> list[tuple[list[int], torch.Te
             positions.append(position)
             rows.append(slot // dcp_size)
     return [(positions, layer[rows].clone()) for layer in engine.latents.layers]
+
+
+def generate_statically(
+    rank: int,
+    _send,
+    directory: Path,
+    dtype: str,
+    config: DcpConfig,
+    cache: CacheConfig,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+) -> list[list[int]]:
+    """Generate with decode steps in fixed buffers, larger than the batch and than any context."""
+    engine = make_engine(rank, directory, dtype, config, cache)
+    static = StaticDecode(engine, max_batch=len(prompts) + 2, max_context_len=512)
+    return engine.generate(prompts, max_new_tokens, 64, run_decode=static.forward)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_dcp import indexer
-from nsa_dcp.config import CacheConfig, DcpConfig
+from nsa_dcp.config import KV_CACHE_DTYPES, CacheConfig, DcpConfig
 from nsa_dcp.hf.checkpoint import load_model
 from nsa_dcp.hf.engine import Engine
 from nsa_dcp.hf.ranks import Ranks
@@ -18,9 +18,9 @@ from nsa_dcp.testing.recorded_generation import generate_recorded
 MAX_NEW_TOKENS = 4
 # Searched for: over all rows and layers of both models, the closest call at any selection's cut is wide enough that no
 # processor's rounding can turn it (see test_no_selection_is_a_close_call).
-SEED = 54
+SEED = 200
 # Around a page (64), around widened pages (128, 256, 512), shorter than any dcp size, longer than index_topk (64).
-PROMPT_LENS = (1, 2, 63, 128, 65, 257, 150)
+PROMPT_LENS = (1, 2, 63, 65, 128, 257)
 GLM, DEEPSEEK = "tiny-glm-dsa", "tiny-deepseek-v32"
 
 
@@ -81,10 +81,11 @@ def test_no_selection_is_a_close_call(tiny_checkpoint, monkeypatch):
 
     monkeypatch.setattr(indexer, "select_topk", watch)
     for name in (GLM, DEEPSEEK):
-        model = load_model(tiny_checkpoint(name), "float64", torch.device("cpu"))
-        engine = Engine(model, Ranks(DcpConfig(), 0, None, None), CacheConfig("float32", 4096))
-        engine.generate(make_prompts(), MAX_NEW_TOKENS, 8192)
-    assert min(closest) > 3e-5
+        for kv_cache_dtype in KV_CACHE_DTYPES:
+            model = load_model(tiny_checkpoint(name), "float64", torch.device("cpu"))
+            engine = Engine(model, Ranks(DcpConfig(), 0, None, None), CacheConfig(kv_cache_dtype, 4096))
+            engine.generate(make_prompts(), MAX_NEW_TOKENS, 8192)
+    assert min(closest) > 2e-5
 
 
 SPLITS = {
