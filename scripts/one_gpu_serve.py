@@ -14,6 +14,7 @@ Compare reports with one_gpu_compare.py. A config is `tpN-dcpM`, then any of
     nextn          speculation with the model's own draft layer
     retract        a small pool, and requests are retracted every few steps
     kill           at the end one rank is killed
+    profile        at the end eight decode steps of eight requests are traced, into OUT/CONFIG-trace
     stock          without nsa-dcp
 
 Every wait is bounded, and every process is ended by its id.
@@ -37,6 +38,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 4096
 NEW_TOKENS = 16
+PROFILED_STEPS, PROFILED_TOKENS = 8, 96
 # Slots of all ranks together: fewer than all requests need, so that old ones are taken again, more than any one needs.
 POOL_TOKENS = {False: 24576, True: 8192}
 SINGLES = (1, 63, 64, 65, 2047, 2049, 9000)
@@ -52,7 +54,7 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
     tp_size, dcp_size = (int(re.fullmatch(f"{name}(\\d+)", part)[1]) for name, part in zip(("tp", "dcp"), parts))
     options = set(parts[2:])
     bf16, retract = "bf16" in options, "retract" in options
-    # A stock flashmla_kv packs a bfloat16 cache into FP8 in every call: without DCP the bfloat16 kernel is the reference.
+    # A stock flashmla_kv packs a bfloat16 cache into FP8 in every call: without DCP, the bfloat16 kernel then.
     sparse = "flashmla_sparse" if bf16 and dcp_size == 1 else "flashmla_kv"
     flags = [
         f"--host 127.0.0.1 --port {port} --skip-tokenizer-init --skip-server-warmup --random-seed 1",
@@ -62,7 +64,8 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
         f"--max-total-tokens {POOL_TOKENS[retract] // dcp_size} --max-running-requests 32 --chunked-prefill-size 2048",
         "--schedule-conservativeness 0.1 --cuda-graph-max-bs-decode 16 --enable-fp32-lm-head",
         # The same prefill everywhere; and ranks that share a GPU cannot map each other's memory.
-        "--cuda-graph-backend-prefill disabled --disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion",
+        "--cuda-graph-backend-prefill disabled --disable-custom-all-reduce",
+        "--enforce-disable-flashinfer-allreduce-fusion",
     ]
     optional = {
         "nograph": "--cuda-graph-backend-decode disabled",
@@ -150,14 +153,14 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
             return json.load(response)
 
-    def post(self, body: object, timeout_s: float) -> tuple[int, object]:
-        """POST to /generate; return the status and the decoded answer."""
-        request = urllib.request.Request(
-            f"{self.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+    def post(self, body: object, timeout_s: float, path: str = "/generate") -> tuple[int, object]:
+        """POST; return the status and the decoded answer (its text where it is no JSON)."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                return response.status, json.load(response)
+                text = response.read().decode()
+                return response.status, json.loads(text) if text.startswith(("{", "[")) else text
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()[:300]
 
@@ -177,9 +180,11 @@ def prompt(length: int, seed: int) -> list[int]:
     return random.Random(1000003 * seed + length).choices(range(3, VOCAB), k=length)
 
 
-def ask(server: Server, name: str, ids: list[int], timeout_s: float = REQUEST_TIMEOUT_S) -> dict:
+def ask(
+    server: Server, name: str, ids: list[int], timeout_s: float = REQUEST_TIMEOUT_S, new_tokens: int = NEW_TOKENS
+) -> dict:
     """Generate greedily; return tokens, their log-probabilities, the best alternatives, and how much was cached."""
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 5}
     status, answer = server.post(body, timeout_s)
     if status != 200:
@@ -197,13 +202,13 @@ def ask(server: Server, name: str, ids: list[int], timeout_s: float = REQUEST_TI
     }
 
 
-def ask_at_once(server: Server, requests: dict[str, list[int]]) -> list[dict]:
+def ask_at_once(server: Server, requests: dict[str, list[int]], new_tokens: int = NEW_TOKENS) -> list[dict]:
     """Ask everything at the same time; the answers come in the order of the requests."""
     answers, failures = {}, []
 
     def work(name: str, ids: list[int]) -> None:
         try:
-            answers[name] = ask(server, name, ids)
+            answers[name] = ask(server, name, ids, new_tokens=new_tokens)
         except (OSError, RuntimeError) as error:
             failures.append(f"{name}: {error}")
 
@@ -258,6 +263,24 @@ def kill_a_rank(server: Server) -> dict[str, object]:
     return {"killed": schedulers[-1], "exit": server.process.poll(), "seconds": time.monotonic() - started}
 
 
+def profile(server: Server, folder: Path) -> list[str]:
+    """Trace decode steps of eight running requests; return the trace files."""
+    requests = {f"{n}: profiled": prompt(1500, 10 + n) for n in range(8)}
+    asking = threading.Thread(target=ask_at_once, args=(server, requests, PROFILED_TOKENS), daemon=True)
+    asking.start()
+    # By then all of them decode.
+    time.sleep(4)
+    body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["CPU", "GPU"], "with_stack": False}
+    server.post(body, REQUEST_TIMEOUT_S, "/start_profile")
+    asking.join(REQUEST_TIMEOUT_S)
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("*.json.gz")) and time.monotonic() < deadline:
+        time.sleep(1)
+    # The last bytes of the slowest rank's file.
+    time.sleep(5)
+    return sorted(str(path) for path in folder.glob("*.json.gz"))
+
+
 def run(model: Path, config: str, out: Path, port: int) -> None:
     """Start a config's server, ask, and write its report."""
     command, environment = server_command(model, config, port)
@@ -272,6 +295,8 @@ def run(model: Path, config: str, out: Path, port: int) -> None:
         report["max_total_num_tokens"] = info.get("max_total_num_tokens")
         report["scenes"] = ask_everything(server, "retract" in config.split("-"))
         report["misuse"] = misuse(server)
+        if "profile" in config.split("-"):
+            report["traces"] = profile(server, out / f"{config}-trace")
         if "kill" in config.split("-"):
             report["kill"] = kill_a_rank(server)
     log = (out / f"{config}.log").read_text(errors="replace")

@@ -163,6 +163,24 @@ def test_a_config_says_how_its_server_is_started(config, present, absent):
     assert ("SGLANG_TEST_RETRACT" in environment) == ("retract" in config)
 
 
+def test_a_trace_is_summed_by_step():
+    profile = load("one_gpu_profile")
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "void attend<float>(int)", "dur": 30},
+        {"ph": "X", "cat": "kernel", "name": "attend", "dur": 10},
+        {"ph": "X", "cat": "kernel", "name": "merge", "dur": 2},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaStreamSynchronize", "dur": 5},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "dur": 5},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "dur": 5},
+        {"ph": "M", "name": "process_name"},
+    ]
+    lines = profile.summarise_trace(events, steps=2, top=1)
+    assert lines[0] == (
+        "1.5 kernels a step, 0.50 graph launches, 0.50 copies to the host, host waits: cudaStreamSynchronize 0.50"
+    )
+    assert lines[-1] == "| `attend` | 1.0 | 20.0 |"
+
+
 FAKE_SERVER = """
 import http.server, json, subprocess, sys
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
