@@ -6,8 +6,9 @@ import pickle
 import signal
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -79,26 +80,50 @@ def _collect(
     processes: list, pipes: dict[Connection, int], on_message: Callable[[object], None] | None
 ) -> list[object]:
     results: dict[int, object] = {}
-    while len(results) < len(processes):
-        for ready in wait(list(pipes)):
-            rank = pipes[ready]
-            try:
-                kind, content = pickle.loads(ready.recv_bytes())
-            except EOFError:
-                del pipes[ready]
-                if rank not in results:
+    failures: list[tuple[int, float, Exception]] = []
+    reported: set[int] = set()
+
+    def sweep() -> None:
+        for pipe, rank in list(pipes.items()):
+            for kind, at, content in _receive(pipe):
+                if kind == "message":
+                    if on_message:
+                        on_message(content)
+                    continue
+                if kind == "result":
+                    results[rank] = content
+                elif kind == "refused":
+                    failures.append((0, at, content))
+                elif kind == "failed":
+                    failures.append((2, at, RankError(f"rank {rank} failed:\n{content}")))
+                elif rank not in reported:
                     processes[rank].join()
-                    raise RankError(f"rank {rank} died with exit status {processes[rank].exitcode}") from None
-                continue
-            if kind == "message" and on_message:
-                on_message(content)
-            elif kind == "result":
-                results[rank] = content
-            elif kind == "refused":
-                raise content
-            elif kind == "failed":
-                raise RankError(f"rank {rank} failed:\n{content}")
+                    died = RankError(f"rank {rank} died with exit status {processes[rank].exitcode}")
+                    failures.append((1, at, died))
+                if kind == "ended":
+                    del pipes[pipe]
+                reported.add(rank)
+
+    while len(results) < len(processes):
+        wait(list(pipes))
+        sweep()
+        if failures:
+            # When one rank fails, the others fail in their collectives. The cause is a refusal, or a death, or the first
+            # failure. It came before what is here, save that a killed rank may still be on its way out.
+            time.sleep(0.2)
+            sweep()
+            raise min(failures, key=lambda failure: failure[:2])[2]
     return [results[rank] for rank in range(len(processes))]
+
+
+def _receive(pipe: Connection) -> Iterator[tuple[str, float, object]]:
+    """Yield what a rank has sent so far: (kind, when, content), and "ended" once it can send no more."""
+    while pipe.poll():
+        try:
+            yield pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):  # the second in the middle of a message
+            yield "ended", 0.0, None
+            return
 
 
 def _run_rank(
@@ -119,7 +144,7 @@ def _run_rank(
 
     def send(kind: str, content: object) -> None:
         # Plain pickle copies tensors; a pipe's own pickler would share memory that ends with this process.
-        sender.send_bytes(pickle.dumps((kind, content)))
+        sender.send_bytes(pickle.dumps((kind, time.monotonic(), content)))
 
     try:
         if device_type == "cuda":
@@ -129,7 +154,8 @@ def _run_rank(
         result = function(rank, lambda content: send("message", content), *args)
         send("result", result)
     except (ValueError, NotImplementedError) as error:
-        send("refused", type(error)(*error.args))
+        # A subclass may be built from other arguments, or be unknown to the caller.
+        send("refused", (ValueError if isinstance(error, ValueError) else NotImplementedError)(str(error)))
     except BaseException:
         send("failed", traceback.format_exc())
         raise SystemExit(1) from None
