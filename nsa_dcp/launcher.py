@@ -108,8 +108,8 @@ def _collect(
         wait(list(pipes))
         sweep()
         if failures:
-            # When one rank fails, the others fail in their collectives. The cause is a refusal, or a death, or the first
-            # failure. It came before what is here, save that a killed rank may still be on its way out.
+            # When one rank fails, the others fail in their collectives. The cause is a refusal, or a death, or the
+            # first failure. It came before what is here, save that a killed rank may still be on its way out.
             time.sleep(0.2)
             sweep()
             raise min(failures, key=lambda failure: failure[:2])[2]
