@@ -199,10 +199,10 @@ def _topology_problems(settings: ServerSettings, model: ModelFacts) -> list[Prob
         divisors = ", ".join(str(size) for size in range(2, span + 1) if span % size == 0)
         straddles = settings.attn_dp_size > 1 and settings.tp_size % settings.dcp_size == 0
         reason = (
-            f"a DCP group must lie inside one attention-DP shard, the {_ranks(span)} that hold the same requests, and "
-            "this one would span two shards"
+            f"a DCP group must lie inside one attention-DP shard ({_ranks(span)} with the same requests), and this one "
+            "would span two"
             if straddles
-            else f"--dcp-size must divide the {_ranks(span)} that hold the same requests"
+            else f"--dcp-size must divide the {_ranks(span)} with the same requests"
         )
         return [Problem(asked, reason, f"use --dcp-size {divisors.replace(', ', ' or ') or '1'}")]
     if settings.attn_cp_size > 1:
