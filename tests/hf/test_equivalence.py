@@ -18,7 +18,7 @@ from nsa_dcp.testing.recorded_generation import generate_recorded
 MAX_NEW_TOKENS = 4
 # Searched for: over all rows and layers of both models, the closest call at any selection's cut is wide enough that no
 # processor's rounding can turn it (see test_no_selection_is_a_close_call).
-SEED = 200
+SEED = 220
 # Around a page (64), around widened pages (128, 256, 512), shorter than any dcp size, longer than index_topk (64).
 PROMPT_LENS = (1, 2, 63, 65, 128, 257)
 GLM, DEEPSEEK = "tiny-glm-dsa", "tiny-deepseek-v32"
@@ -85,7 +85,7 @@ def test_no_selection_is_a_close_call(tiny_checkpoint, monkeypatch):
             model = load_model(tiny_checkpoint(name), "float64", torch.device("cpu"))
             engine = Engine(model, Ranks(DcpConfig(), 0, None, None), CacheConfig(kv_cache_dtype, 4096))
             engine.generate(make_prompts(), MAX_NEW_TOKENS, 8192)
-    assert min(closest) > 2e-5
+    assert min(closest) > 1e-5
 
 
 SPLITS = {
