@@ -6,12 +6,13 @@ STAMP := $(VENV)/.installed
 SGLANG_VERSION := 0.5.23
 SGLANG_VENV ?= $(HOME)/.cache/nsa-dcp/venv-sglang-$(SGLANG_VERSION)
 
-.PHONY: help demo test test-sglang test-gpu lint bench clean
+.PHONY: help demo test test-cpu test-sglang test-gpu lint bench clean
 
 help:
 	@echo 'make demo          tiny DSA models under every split, against the unmodified model (CPU, a few minutes)'
-	@echo 'make test          the whole suite that needs no GPU'
-	@echo 'make test-sglang   contract tests against the real sglang $(SGLANG_VERSION) (a cached environment of 11 GB)'
+	@echo 'make test          everything that needs no GPU: test-cpu, then test-sglang'
+	@echo 'make test-cpu      the suite of this package'
+	@echo 'make test-sglang   contract tests against the real sglang $(SGLANG_VERSION); its environment (11 GB) is cached'
 	@echo 'make test-gpu      the tests that need a Hopper GPU, with this Python and its torch'
 	@echo 'make lint          ruff, import contracts'
 	@echo 'make bench         kernel benchmarks on this GPU'
@@ -24,8 +25,20 @@ $(STAMP): pyproject.toml scripts/make_venv.sh
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py
 
-test: $(STAMP)
-	$(BIN)/python -m pytest
+test: test-cpu test-sglang
+
+# Ranks are processes, so each test file's torch gets one thread.
+test-cpu: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/sglang
+
+# The real sglang brings its own torch and some 11 GB: one environment for all checkouts of this version.
+$(SGLANG_VENV)/.installed:
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet 'sglang==$(SGLANG_VERSION)' hypothesis matplotlib 'pytest>=8' pytest-timeout pytest-xdist
+	touch $@
+
+test-sglang: $(SGLANG_VENV)/.installed
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -n 2 tests/sglang
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
