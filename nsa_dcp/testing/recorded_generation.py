@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from nsa_dcp import indexer
 from nsa_dcp.config import CacheConfig, DcpConfig
 from nsa_dcp.hf.checkpoint import load_model
 from nsa_dcp.hf.engine import Engine
@@ -12,9 +13,12 @@ from nsa_dcp.hf.static_decode import StaticDecode
 from nsa_dcp_kernels import reference
 
 
-def make_engine(rank: int, directory: Path, dtype: str, config: DcpConfig, cache: CacheConfig) -> Engine:
+def make_engine(
+    rank: int, directory: Path, dtype: str, config: DcpConfig, cache: CacheConfig, device_type: str = "cpu"
+) -> Engine:
     """Load the checkpoint and put it under DCP."""
-    return Engine(load_model(directory, dtype, torch.device("cpu")), join_groups(config, rank), cache)
+    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    return Engine(load_model(directory, dtype, device), join_groups(config, rank), cache)
 
 
 def generate_recorded(rank: int, _send, directory: Path, runs: list[dict]) -> list[dict]:
@@ -31,8 +35,14 @@ def _generate_recorded(
     prompts: list[list[int]],
     max_new_tokens: int,
     chunked_prefill_size: int,
+    device_type: str = "cpu",
+    static_batch: int | None = None,
 ) -> dict:
-    engine = make_engine(rank, directory, dtype, config, cache)
+    engine = make_engine(rank, directory, dtype, config, cache, device_type)
+    run_decode = None
+    if static_batch:
+        longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+        run_decode = StaticDecode(engine, static_batch, longest).forward
     logits: dict[int, list[torch.Tensor]] = {}
     requests: list = []
     quantised = _count_quantised_tiles()
@@ -40,9 +50,9 @@ def _generate_recorded(
     def record(request, row: torch.Tensor) -> None:
         if not any(request is known for known in requests):
             requests.append(request)
-        logits.setdefault(id(request), []).append(row.clone())
+        logits.setdefault(id(request), []).append(row.cpu())
 
-    output_ids = engine.generate(prompts, max_new_tokens, chunked_prefill_size, on_logits=record)
+    output_ids = engine.generate(prompts, max_new_tokens, chunked_prefill_size, on_logits=record, run_decode=run_decode)
     requests.sort(key=lambda request: [torch.equal(request.prompt_ids, torch.tensor(p)) for p in prompts].index(True))
     return {
         "output_ids": output_ids,
@@ -79,7 +89,7 @@ def _rows_by_position(engine: Engine, request) -> list[tuple[list[int], torch.Te
         if slot % dcp_size == dcp_rank:
             positions.append(position)
             rows.append(slot // dcp_size)
-    return [(positions, layer[rows].clone()) for layer in engine.latents.layers]
+    return [(positions, layer[rows].cpu()) for layer in engine.latents.layers]
 
 
 def generate_statically(
@@ -96,3 +106,21 @@ def generate_statically(
     engine = make_engine(rank, directory, dtype, config, cache)
     static = StaticDecode(engine, max_batch=len(prompts) + 2, max_context_len=512)
     return engine.generate(prompts, max_new_tokens, 64, run_decode=static.forward)
+
+
+def record_selections(
+    rank: int, _send, directory: Path, dtype: str, cache: CacheConfig, prompts: list[list[int]], device_type: str
+) -> list[torch.Tensor]:
+    """What one rank selects while it caches the prompts: positions, [T, K] per step and indexer."""
+    engine = make_engine(rank, directory, dtype, DcpConfig(), cache, device_type)
+    selections = []
+    original = indexer.select_topk
+
+    def recording(*args) -> torch.Tensor:
+        selected = original(*args)
+        selections.append(selected.cpu())
+        return selected
+
+    indexer.select_topk = recording
+    engine.generate(prompts, 1, 8192)
+    return selections
