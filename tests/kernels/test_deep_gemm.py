@@ -7,7 +7,6 @@ import types
 import pytest
 import torch
 
-from nsa_dcp.testing.assertions import assert_close
 from nsa_dcp_kernels import _deep_gemm, reference, score_index
 from nsa_dcp_kernels._triton import index_logits as kernels
 
@@ -61,13 +60,18 @@ def score_float64(q, weights, cache, table, row_request, context_lens, max_conte
 
 
 def check_scores(scoring, max_context_len: int, rms: float, scored: torch.Tensor) -> None:
+    """Errors are measured against the sum's terms: weights of both signs cancel in the sum itself."""
+    q, weights, *rest = scoring
     expected = score_float64(*scoring, max_context_len)
+    terms = score_float64(q, weights.abs(), *rest, max_context_len)
     scored = scored.cpu()
     assert scored.shape == expected.shape
     assert scored.dtype == torch.float32
     seen = expected != -math.inf
     assert torch.equal(scored != -math.inf, seen)
-    assert_close(scored[seen].unsqueeze(0), expected[seen].unsqueeze(0), rms=rms)
+    assert (scored.double() - expected)[seen].norm() <= rms * terms[seen].norm()
+    # One wrong entry must not hide among many right ones.
+    assert ((scored.double() - expected)[seen].abs() <= 8 * rms * terms[seen].mean()).all()
 
 
 @pytest.mark.gpu

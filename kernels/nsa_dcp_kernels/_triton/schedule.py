@@ -15,7 +15,17 @@ from nsa_dcp_kernels import schedule_reference
 
 BLOCK = tl.constexpr(schedule_reference.BLOCK)
 PIECE_COST = tl.constexpr(schedule_reference.PIECE_COST)
+# A float32 this large has no bits below one: adding it rounds, and leaves the integer in the low bits.
+ROUNDS = tl.constexpr(8388608.0)
+ROUNDS_BITS = tl.constexpr(0x4B000000)
 _NUM_WARPS = 4
+
+
+@triton.jit
+def _divide(x, inverse):
+    """floor(x / d) from 1 / d, exact for 0 <= x < 2^20: x + 0.5 keeps half an entry's distance from every multiple."""
+    nearest = ((x.to(tl.float32) + 0.5) * inverse - 0.5) + ROUNDS
+    return nearest.to(tl.int32, bitcast=True) - ROUNDS_BITS
 
 
 @triton.jit
@@ -23,7 +33,7 @@ def _load_blocks(length_ptr, row, num_rows):
     """Blocks of a row, 0 outside the launch."""
     held = (row >= 0) & (row < num_rows)
     length = tl.load(length_ptr + row, mask=held, other=0)
-    return tl.where(held, tl.maximum((length + BLOCK - 1) // BLOCK, 1), 0)
+    return tl.where(held, tl.maximum((length + (BLOCK - 1)) // BLOCK, 1), 0)
 
 
 @triton.jit
@@ -34,30 +44,27 @@ def _group_blocks(blocks, after, row, paired):
 
 
 @triton.jit
-def _count_too_small(
-    groups, blocks, grouped_first, even_first, parts, shares, NUM_LOADS: tl.constexpr, STRIDE: tl.constexpr
-):
-    """How many of the loads first, first + STRIDE, ... are too small, for the grouped layout and for the even one."""
-    lane = tl.arange(0, 2 * NUM_LOADS)
-    is_grouped = lane < NUM_LOADS
-    load = tl.where(is_grouped, grouped_first, even_first) + STRIDE * (lane % NUM_LOADS)
-    # ceil(group / load) in floats: half an entry away from every integer, so rounding cannot move it.
-    load_float = load.to(tl.float32)
-    pieces = tl.floor((groups.to(tl.float32)[:, None] + (load_float - 0.5)[None, :]) * (1.0 / load_float)[None, :])
-    width2 = tl.maximum(2 * (blocks + PIECE_COST)[:, None], (load * shares)[None, :])
-    width2 = tl.where((blocks > 0)[:, None], width2, 0)
-    used = tl.sum(tl.where(is_grouped[None, :], pieces.to(tl.int32), width2), axis=0)
-    too_small = used > tl.where(is_grouped, parts, 2 * load * parts)
-    both = tl.sum(tl.where(too_small, tl.where(is_grouped, 1, 1 << 16), 0), axis=0)
-    return both & 0xFFFF, both >> 16
+def _smallest_loads(groups, blocks, parts, shares, LOAD_BITS: tl.constexpr):
+    """The smallest load that fits, for the grouped layout and for the even one: a bit of both at a time, in one sum."""
+    grouped = 0
+    even = 0
+    for bit in tl.static_range(LOAD_BITS - 1, -1, -1):
+        load = grouped + (1 << bit)
+        pieces = _divide(groups + (load - 1), 1.0 / load.to(tl.float32)).to(tl.int64)
+        even_load = even + (1 << bit)
+        width2 = tl.where(blocks > 0, tl.maximum(2 * (blocks + PIECE_COST), even_load * shares), 0)
+        used = tl.sum(pieces + (width2.to(tl.int64) << 32), axis=0)
+        grouped = tl.where((used & 0xFFFFFFFF) > parts, load, grouped)
+        even = tl.where((used >> 32) > 2 * even_load * parts, even_load, even)
+    return grouped + 1, even + 1
 
 
 @triton.jit
-def _line(blocks, after, row, load, even, paired, shares):
+def _line(blocks, after, row, load, inverse, even, paired, shares):
     """(gap2, width2) of a row on the line, in half blocks; zeros for no row."""
     even_width2 = tl.maximum(2 * (blocks + PIECE_COST), load * shares)
     group = _group_blocks(blocks, after, row, paired)
-    whole = (group + load - 1) // load * load
+    whole = _divide(group + (load - 1), inverse) * load
     follows = paired & (row % 2 == 1)
     grouped_gap2 = tl.where(follows, 2 * PIECE_COST, 2 * (whole - group))
     gap2 = tl.where(even, even_width2 - 2 * blocks, grouped_gap2)
@@ -68,7 +75,7 @@ def _line(blocks, after, row, load, even, paired, shares):
 @triton.jit
 def _cut_block(cut, start2, gap2, step):
     """The block of a row at which a cut falls; 0 is the row's start."""
-    return tl.maximum((cut * step - start2 - gap2) // 2, 0)
+    return tl.maximum((cut * step - start2 - gap2) >> 1, 0)
 
 
 @triton.jit
@@ -93,13 +100,15 @@ def _schedule_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_CUTS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
-    NUM_LOADS: tl.constexpr,
+    LOAD_BITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    token = tl.program_id(0)
-    launch = token // launch_rows
-    this = token % launch_rows
+    this = tl.program_id(0)
+    launch = tl.program_id(1)
+    token = launch * launch_rows + this
     num_rows = tl.minimum(launch_rows, total_rows - launch * launch_rows)
+    if this >= num_rows:
+        return
     length_ptr += launch * launch_rows
     row_blocks = width // BLOCK
     row = tl.arange(0, BLOCK_T)
@@ -107,8 +116,6 @@ def _schedule_kernel(
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
 
-    # Everything that is read. A row's indices go to the start of the array or to its end: both are read here, long
-    # before it is known which.
     blocks = _load_blocks(length_ptr, row, num_rows)
     before = _load_blocks(length_ptr, row - 1, num_rows)
     after = _load_blocks(length_ptr, row + 1, num_rows)
@@ -116,39 +123,33 @@ def _schedule_kernel(
     my_before = _load_blocks(length_ptr, this - 1, num_rows)
     my_after = _load_blocks(length_ptr, this + 1, num_rows)
     my_length = tl.load(length_ptr + this)
-    row_at = token.to(tl.int64) * width
-    empty = width - my_length
-    in_front = tl.load(rows_ptr + row_at + column, mask=column < my_length, other=-1)
-    behind = tl.load(rows_ptr + row_at + column - empty, mask=(column >= empty) & (column < width), other=-1)
+    rows_ptr += token.to(tl.int64) * width
+    aligned_ptr += token.to(tl.int64) * width
+    # Read before it is known where it goes: most rows stay where they are.
+    index = tl.load(rows_ptr + column, mask=column < width, other=-1)
 
-    # The smallest load of either layout: NUM_LOADS coarse steps, then NUM_LOADS fine ones.
     paired = num_rows > parts
     shares = tl.where(paired, 1, 2)
     groups = _group_blocks(blocks, after, row, paired)
     partial = tl.min(tl.where((blocks > 0) & (blocks < row_blocks), blocks, row_blocks), axis=0)
-    grouped_load, even_load = _count_too_small(
-        groups, blocks, NUM_LOADS, NUM_LOADS, parts, shares, NUM_LOADS, NUM_LOADS
-    )
-    grouped_load = NUM_LOADS * grouped_load + 1
-    even_load = NUM_LOADS * even_load + 1
-    grouped_more, even_more = _count_too_small(groups, blocks, grouped_load, even_load, parts, shares, NUM_LOADS, 1)
-    grouped_load += grouped_more
-    even_load += even_more
+    grouped_load, even_load = _smallest_loads(groups, blocks, parts, shares, LOAD_BITS)
     shortest = tl.where(
         paired & (partial < row_blocks), tl.maximum(2 * (partial + PIECE_COST), even_load), 2 * even_load
     )
     worst = even_load + tl.maximum((2 * even_load - shortest + 1) // 2 - PIECE_COST, 0)
-    even = worst < grouped_load
+    even = tl.where(paired, worst < grouped_load, 5 * worst < 4 * grouped_load)
     load = tl.where(even, even_load, grouped_load)
     step = 2 * load
+    inverse = 1.0 / load.to(tl.float32)
+    inverse_step = 0.5 * inverse
     moves = even & paired
 
     # Every row on the line, and how many pieces it falls into.
-    gap2, width2 = _line(blocks, after, row, load, even, paired, shares)
+    gap2, width2 = _line(blocks, after, row, load, inverse, even, paired, shares)
     end2 = tl.cumsum(width2, axis=0)
     start2 = end2 - width2
-    first_cut = (start2 + step - 1) // step
-    num_cuts = (end2 + step - 1) // step - first_cut
+    first_cut = _divide(start2 + (step - 1), inverse_step)
+    num_cuts = _divide(end2 + (step - 1), inverse_step) - first_cut
     first_block = _cut_block(first_cut, start2, gap2, step)
     moved = _moves_back(row, first_cut, start2, before, load, step, shares, moves, row_blocks)
     starts_at_cut = (num_cuts > 0) & (moved | (first_block == 0))
@@ -158,9 +159,9 @@ def _schedule_kernel(
 
     # This row, as scalars.
     my_start2 = (so_far >> 32).to(tl.int32)
-    my_gap2, my_width2 = _line(my_blocks, my_after, this, load, even, paired, shares)
-    my_cut = (my_start2 + step - 1) // step
-    end_cut = (my_start2 + my_width2 + step - 1) // step
+    my_gap2, my_width2 = _line(my_blocks, my_after, this, load, inverse, even, paired, shares)
+    my_cut = _divide(my_start2 + (step - 1), inverse_step)
+    end_cut = _divide(my_start2 + my_width2 + (step - 1), inverse_step)
     my_first_block = _cut_block(my_cut, my_start2, my_gap2, step)
     moved = _moves_back(this, my_cut, my_start2, my_before, load, step, shares, moves, row_blocks)
     my_first_block = tl.where(moved, 0, my_first_block)
@@ -176,7 +177,7 @@ def _schedule_kernel(
     next_blocks = _load_blocks(length_ptr, next_row, num_rows)
     next_before = _load_blocks(length_ptr, next_row - 1, num_rows)
     next_after = _load_blocks(length_ptr, next_row + 1, num_rows)
-    next_gap2, _ = _line(next_blocks, next_after, next_row, load, even, paired, shares)
+    next_gap2, _ = _line(next_blocks, next_after, next_row, load, inverse, even, paired, shares)
     next_block = _cut_block(end_cut, next_start2, next_gap2, step)
     moved = _moves_back(next_row, end_cut, next_start2, next_before, load, step, shares, moves, row_blocks)
     next_block = tl.where(moved | (next_row >= num_rows), 0, next_block)
@@ -185,8 +186,12 @@ def _schedule_kernel(
     head_blocks = tl.where(starts_part, 0, my_first_block)
     head_blocks = tl.where(is_followed & (starts_part | (my_pieces > 1)), head_blocks, my_blocks)
     head = tl.minimum(head_blocks * BLOCK, my_length)
-    aligned = tl.where(column < head, in_front, tl.where(column >= head + empty, behind, -1))
-    tl.store(aligned_ptr + row_at + column, aligned, mask=column < width)
+    if head < my_length:
+        shift = width - my_length
+        in_tail = (column >= head + shift) & (column < width)
+        tail = tl.load(rows_ptr + column - shift, mask=in_tail, other=-1)
+        index = tl.where(column < head, index, tail)
+    tl.store(aligned_ptr + column, index, mask=column < width)
 
     tail_shift = row_blocks - my_blocks
     cut = my_cut + tl.arange(0, BLOCK_CUTS)
@@ -250,12 +255,7 @@ def plan_rows(
     aligned = torch.empty_like(rows)
     schedule = torch.empty((launches, parts, 8), dtype=torch.int32, device=rows.device)
     num_splits = torch.empty((launches, launch_rows + 1), dtype=torch.int32, device=rows.device)
-    # No load exceeds two whole rows and what their starts cost.
-    largest = 2 * (row_blocks + schedule_reference.PIECE_COST)
-    num_loads = 2
-    while num_loads * num_loads < largest:
-        num_loads *= 2
-    _schedule_kernel[(num_tokens,)](
+    _schedule_kernel[(launch_rows, launches)](
         rows,
         length,
         aligned,
@@ -269,7 +269,8 @@ def plan_rows(
         BLOCK_K=triton.next_power_of_2(width),
         BLOCK_CUTS=triton.next_power_of_2(row_blocks + 1),
         BLOCK_PARTS=triton.next_power_of_2(parts),
-        NUM_LOADS=num_loads,
+        # No load exceeds two whole rows and what their starts cost.
+        LOAD_BITS=(2 * (row_blocks + schedule_reference.PIECE_COST)).bit_length(),
         OVERLAPS=after_localize,
         num_warps=_NUM_WARPS,
         **({"launch_pdl": True} if after_localize else {}),

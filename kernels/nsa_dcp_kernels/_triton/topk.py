@@ -1,9 +1,9 @@
 """Kernel of `select_topk`: a program holds a segment of a row in registers and bisects for the K-th score.
 
 Scores become 32-bit keys of the same order (-0.0 as 0.0, NaN below -inf). The largest key that at least K entries reach
-is found by bisection, counting the entries in registers; then one scan gives every chosen entry its place: all above
-that key, and of its equals as many as fit, lower positions first. Every count is exact, so the result depends neither
-on the order in which threads run nor on the batch.
+is found by bisection, counting the entries in registers; then one scan gives every chosen entry its place. Where not
+all entries of that key fit, a scan over them keeps the lower positions. Every count is exact, so the result depends
+neither on the order in which threads run nor on the batch.
 
 A row longer than a segment is selected in rounds: the first K of each segment, in ascending position, are the next
 round's row. What the whole row selects is among them, and their order decides ties as the positions do.
@@ -21,7 +21,10 @@ from nsa_dcp_kernels._checks import check
 # Entries of a row that a program holds, 32 to a thread.
 _SEGMENT = 16384
 _ENTRIES_PER_THREAD = 32
+_RUN = 32
 _NOTHING = tl.constexpr(-0x80000000)
+# The key of +inf.
+_LARGEST = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -30,6 +33,14 @@ def _order_key(bits):
     magnitude = bits & 0x7FFFFFFF
     key = tl.where(bits < 0, -magnitude, magnitude)
     return tl.where(magnitude > 0x7F800000, _NOTHING + 1, key)
+
+
+@triton.jit
+def _count_through(flags):
+    """[runs, RUN] -> how many are set up to and including each, in row-major order."""
+    flags = flags.to(tl.int32)
+    of_run = tl.sum(flags, axis=1)
+    return tl.cumsum(flags, axis=1) + (tl.cumsum(of_run, axis=0) - of_run)[:, None]
 
 
 @triton.jit(do_not_specialize=["topk", "num_kept"])
@@ -46,61 +57,62 @@ def _select_kernel(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """The first round reads scores and knows positions; later ones read the round before's keys and positions."""
     token = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
-    entry = segment * BLOCK + tl.arange(0, BLOCK)
-    at = token * row_stride + entry
+    # Runs of entries: counted within a run first, then over the runs, which is far less work than one long scan.
+    run = tl.arange(0, BLOCK // RUN)
+    entry = segment * BLOCK + run[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    scores_ptr += token * row_stride
+    # What lies past a context is read, as that keeps the loads wide, and dropped.
     if FIRST:
         seen = tl.minimum(tl.load(lens_ptr + token), length)
-        bits = tl.load(scores_ptr + at, mask=entry < seen, other=0.0).to(tl.int32, bitcast=True)
+        bits = tl.load(scores_ptr + entry, mask=entry < length, other=0.0).to(tl.int32, bitcast=True)
         key = tl.where(entry < seen, _order_key(bits), _NOTHING)
         held = tl.minimum(tl.maximum(seen - segment * BLOCK, 0), BLOCK)
-    else:
-        key = tl.load(scores_ptr + at, mask=entry < length, other=_NOTHING)
-        held = tl.sum((key != _NOTHING).to(tl.int32), axis=0)
-    wanted = tl.minimum(held, topk)
-
-    # Invariant: at least `wanted` keys reach `low`, fewer reach `high`.
-    low = tl.min(tl.where(key == _NOTHING, 0x7FFFFFFF, key), axis=0).to(tl.int64)
-    high = tl.max(key, axis=0).to(tl.int64) + 1
-    if held <= topk:
-        high = low
-    while high - low > 1:
-        middle = (low + high) >> 1
-        reached = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), axis=0)
-        enough = reached >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-        # Exactly enough: no bit below decides anything.
-        high = tl.where(reached == wanted, low, high)
-    threshold = low.to(tl.int32)
-
-    above = key > threshold
-    tied = (key == threshold) & (key != _NOTHING)
-    # Both counts in one scan: neither exceeds BLOCK.
-    so_far = tl.cumsum(above.to(tl.int32) + (tied.to(tl.int32) << 16), axis=0)
-    above_so_far = so_far & 0xFFFF
-    tied_so_far = so_far >> 16
-    vacant = wanted - tl.sum(above.to(tl.int32), axis=0)
-    chosen = above | (tied & (tied_so_far <= vacant))
-    place = above_so_far + tl.minimum(tied_so_far, vacant) - 1
-    if FIRST:
         position = entry
     else:
-        position = tl.load(positions_ptr + at, mask=entry < length, other=-1)
+        key = tl.load(scores_ptr + entry, mask=entry < length, other=_NOTHING)
+        position = tl.load(positions_ptr + token * row_stride + entry, mask=entry < length, other=-1)
+        held = tl.sum((key != _NOTHING).to(tl.int32))
+    wanted = tl.minimum(held, topk)
+
+    # At least `wanted` keys reach `low`, fewer reach `high`; `reached` reach `low`.
+    low = tl.full([], _NOTHING + 1, tl.int64)
+    high = tl.full([], _LARGEST + 1, tl.int64)
+    reached = held
+    # Exactly enough: no bit below decides anything.
+    while (high - low > 1) & (reached > wanted):
+        middle = (low + high) >> 1
+        reach_middle = tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
+        enough = reach_middle >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        reached = tl.where(enough, reach_middle, reached)
+    threshold = low.to(tl.int32)
+
     chosen_at = (token * tl.num_programs(1) + segment) * num_kept
-    tl.store(chosen_positions_ptr + chosen_at + place, position, mask=chosen)
+    chosen_positions_ptr += chosen_at
+    chosen = key >= threshold
+    if reached > wanted:
+        # Not all that tie with the last one fit: the first ones do.
+        tied = key == threshold
+        vacant = wanted - tl.sum((key > threshold).to(tl.int32))
+        chosen = chosen & (~tied | (_count_through(tied) <= vacant))
+    place = _count_through(chosen) - 1
+    tl.store(chosen_positions_ptr + place, position, mask=chosen)
     if not LAST:
-        tl.store(chosen_keys_ptr + chosen_at + place, key, mask=chosen)
+        chosen_keys_ptr += chosen_at
+        tl.store(chosen_keys_ptr + place, key, mask=chosen)
     for start in range(wanted // BLOCK * BLOCK, num_kept, BLOCK):
         padding = start + tl.arange(0, BLOCK)
         is_padding = (padding >= wanted) & (padding < num_kept)
         if LAST:
-            tl.store(chosen_positions_ptr + chosen_at + padding, tl.full([BLOCK], -1, tl.int32), mask=is_padding)
+            tl.store(chosen_positions_ptr + padding, tl.full([BLOCK], -1, tl.int32), mask=is_padding)
         else:
-            tl.store(chosen_keys_ptr + chosen_at + padding, tl.full([BLOCK], _NOTHING, tl.int32), mask=is_padding)
+            tl.store(chosen_keys_ptr + padding, tl.full([BLOCK], _NOTHING, tl.int32), mask=is_padding)
 
 
 def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> torch.Tensor:
@@ -133,6 +145,7 @@ def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> 
             FIRST=positions is None,
             LAST=last,
             BLOCK=block,
+            RUN=_RUN,
             num_warps=max(1, block // (32 * _ENTRIES_PER_THREAD)),
         )
         if last:
