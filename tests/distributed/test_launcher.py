@@ -191,7 +191,7 @@ def leave(rank, _send, directory):
 def test_a_collective_that_a_rank_never_joins_ends_after_the_timeout(tmp_path):
     """The rank that does not come neither fails nor dies."""
     with pytest.raises(RankError, match=r"^rank 1 failed:\n(?s:.*)([Tt]imed out|[Tt]imeout)"):
-        run_ranks(wait_in_vain, 2, (tmp_path,), timeout_s=2.0)
+        run_ranks(wait_in_vain, 2, (tmp_path,), timeout_s=5.0)
     assert_no_rank_left(tmp_path, 2)
 
 

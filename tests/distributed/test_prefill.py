@@ -64,8 +64,12 @@ def test_a_step_without_requests_gathers_nothing():
 def test_a_slot_of_a_page_that_was_not_gathered_selects_nothing():
     """Rather than another request's row. Source: sgl-project/sglang 33309."""
     plan = plan_pages(torch.tensor([[3]], dtype=torch.int32), [1], 6)
-    selection = localize_gathered(torch.tensor([[3 * 128, 2 * 128, -1, 4 * 128 - 1]], dtype=torch.int32), plan, 2)
-    assert selection.rows.tolist() == [[0, 64 + 63, -1, -1]]
+    first, page = 3 * 128, 128
+    # Slots of both neighbouring pages, for either owner.
+    others = [first - 2, first - 1, first + page, first + page + 1, first - page, first - page + 1]
+    slots = torch.tensor([[first, *others, -1, first + page - 1]], dtype=torch.int32)
+    selection = localize_gathered(slots, plan, 2)
+    assert selection.rows.tolist() == [[0, 64 + 63] + [-1] * 7]
     assert selection.length.tolist() == [2]
 
 
