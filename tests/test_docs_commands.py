@@ -64,9 +64,7 @@ def read_commands(page):
                         break
                     if output.strip():
                         shown.append(output.strip())
-                yield Command(
-                    f"{page.name}:{number}", tuple(shlex.split(line[2:])), tuple(shown), info == "console"
-                )
+                yield Command(f"{page.name}:{number}", tuple(shlex.split(line[2:])), tuple(shown), info == "console")
 
 
 COMMANDS = [command for page in PAGES for command in read_commands(page)]
