@@ -35,7 +35,7 @@ def run_ranks(
         function: importable by name. `send` takes a picklable object to `on_message` here while the rank runs.
         world_size: ranks, each a process of its own.
         args: picklable.
-        device_type: "cpu" (gloo) or "cuda" (NCCL, rank r on GPU r).
+        device_type: "cpu" (gloo) or "cuda" (NCCL, rank r on GPU r; GPUs are shared where NCCL is told to allow it).
         timeout_s: seconds that a collective may wait for a rank.
         on_message: called with what ranks send.
 
@@ -44,8 +44,10 @@ def run_ranks(
 
     Raises:
         ValueError, NotImplementedError: a rank raised it; it is raised again here.
-        RuntimeError: a rank raised anything else or died.
+        RuntimeError: a rank raised anything else or died, or there are too few GPUs.
     """
+    if device_type == "cuda":
+        _check_gpus(world_size)
     # Ranks are forked from a process that has imported the heavy packages once, and no thread of this one is copied.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "nsa_dcp.comm", "nsa_dcp.hf.engine", "nsa_dcp.hf.preload"])
@@ -74,6 +76,17 @@ def run_ranks(
                 process.join()
             our_end.close()
             lifeline.close()
+
+
+def _check_gpus(world_size: int) -> None:
+    count = torch.cuda.device_count()
+    if not count:
+        raise RuntimeError("device cuda needs a Hopper GPU, found none: use --device cpu")
+    if count < world_size and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise RuntimeError(
+            f"{world_size} ranks need a GPU each, found {count}: use fewer ranks, or, to check tokens only, NCCL 2.30 or "
+            "newer with NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_NCHANNELS=2 NCCL_MAX_P2P_NCHANNELS=2"
+        )
 
 
 def _collect(

@@ -111,6 +111,12 @@ def test_a_refusal_is_one_sentence_and_exit_status_two(words, message, checkpoin
     assert re.search(message, error)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused(checkpoint, prompts_file, capsys):
+    assert run("--model", checkpoint, "--prompts", prompts_file([[5]]), "--device", "cuda") == 2
+    assert capsys.readouterr().err == "nsa-dcp: device cuda needs a Hopper GPU, found none: use --device cpu\n"
+
+
 PROMPT_FILES = {
     "not json": ("[1, 2", "prompts must be a JSON file"),
     "not a list": ({"a": 1}, "prompts must be a non-empty JSON list, got dict"),
