@@ -21,10 +21,10 @@ _INSTALL = "pip install 'nsa-dcp[cuda]'"
 _PAGE_SIZE = 64
 # Indices per row that the bf16 kernel takes a multiple of.
 _BF16_WIDTH = 128
-# Dequantising is weighed from this many query tokens on ...
-_DEQUANTISE_TOKENS = 512
-# ... for as many cache rows per query token as attending to bf16 saves the time of ...
-_DEQUANTISE_ROWS_PER_TOKEN = 64
+# Dequantising is weighed past one launch's rows with 64 heads ...
+_DEQUANTISE_TOKENS = 265
+# ... for as many cache rows per query token as attending to bf16 saves the time of (docs/performance.md) ...
+_DEQUANTISE_ROWS_PER_TOKEN = 128
 # ... and while the dequantised rows stay within this many bytes.
 _DEQUANTISE_BYTES = 1 << 30
 # FlashMLA's scratch for packed rows is (rows + parts) * heads * 2 KiB; at 2 * parts rows a launch, 50 MiB on 132 SMs.

@@ -30,8 +30,9 @@ def draw_logits(kind: str, num_tokens: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("num_tokens", "length", "topk"),
     [
-        pytest.param(3, 5000, 2048, id="two-segments"),
-        pytest.param(1, 17000, 64, id="many-segments"),
+        pytest.param(3, 5000, 2048, id="one-segment"),
+        pytest.param(1, 17000, 64, id="two-segments"),
+        pytest.param(2, 70000, 2048, id="five-segments"),
         pytest.param(4, 100, 512, id="fewer-than-topk"),
         pytest.param(2, 2048, 2048, id="exactly-topk"),
         pytest.param(2, 2049, 1, id="one-of-many"),

@@ -44,18 +44,39 @@ def _group_blocks(blocks, after, row, paired):
 
 
 @triton.jit
-def _smallest_loads(groups, blocks, parts, shares, LOAD_BITS: tl.constexpr):
-    """The smallest load that fits, for the grouped layout and for the even one: a bit of both at a time, in one sum."""
+def _pack(high, low, WIDE: tl.constexpr):
+    """Two counts in one integer, so that one reduction serves both: 16 bits each, or 32."""
+    if WIDE:
+        packed = (high.to(tl.int64) << 32) + low
+    else:
+        packed = (high << 16) + low
+    return packed
+
+
+@triton.jit
+def _unpack(packed, WIDE: tl.constexpr):
+    if WIDE:
+        high = (packed >> 32).to(tl.int32)
+        low = (packed & 0xFFFFFFFF).to(tl.int32)
+    else:
+        high = packed >> 16
+        low = packed & 0xFFFF
+    return high, low
+
+
+@triton.jit
+def _smallest_loads(groups, blocks, parts, shares, LOAD_BITS: tl.constexpr, WIDE: tl.constexpr):
+    """The smallest load that fits, for the grouped layout and for the even one: a bit of both at a time."""
     grouped = 0
     even = 0
     for bit in tl.static_range(LOAD_BITS - 1, -1, -1):
         load = grouped + (1 << bit)
-        pieces = _divide(groups + (load - 1), 1.0 / load.to(tl.float32)).to(tl.int64)
+        pieces = _divide(groups + (load - 1), 1.0 / load.to(tl.float32))
         even_load = even + (1 << bit)
         width2 = tl.where(blocks > 0, tl.maximum(2 * (blocks + PIECE_COST), even_load * shares), 0)
-        used = tl.sum(pieces + (width2.to(tl.int64) << 32), axis=0)
-        grouped = tl.where((used & 0xFFFFFFFF) > parts, load, grouped)
-        even = tl.where((used >> 32) > 2 * even_load * parts, even_load, even)
+        pieces, width2 = _unpack(tl.sum(_pack(pieces, width2, WIDE), axis=0), WIDE)
+        grouped = tl.where(pieces > parts, load, grouped)
+        even = tl.where(width2 > 2 * even_load * parts, even_load, even)
     return grouped + 1, even + 1
 
 
@@ -101,6 +122,7 @@ def _schedule_kernel(
     BLOCK_CUTS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     LOAD_BITS: tl.constexpr,
+    WIDE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     this = tl.program_id(0)
@@ -132,7 +154,7 @@ def _schedule_kernel(
     shares = tl.where(paired, 1, 2)
     groups = _group_blocks(blocks, after, row, paired)
     partial = tl.min(tl.where((blocks > 0) & (blocks < row_blocks), blocks, row_blocks), axis=0)
-    grouped_load, even_load = _smallest_loads(groups, blocks, parts, shares, LOAD_BITS)
+    grouped_load, even_load = _smallest_loads(groups, blocks, parts, shares, LOAD_BITS, WIDE)
     shortest = tl.where(
         paired & (partial < row_blocks), tl.maximum(2 * (partial + PIECE_COST), even_load), 2 * even_load
     )
@@ -154,11 +176,10 @@ def _schedule_kernel(
     moved = _moves_back(row, first_cut, start2, before, load, step, shares, moves, row_blocks)
     starts_at_cut = (num_cuts > 0) & (moved | (first_block == 0))
     pieces = tl.where(blocks > 0, 1 + num_cuts - starts_at_cut.to(tl.int32), 0)
-    so_far = tl.sum(tl.where(row < this, pieces.to(tl.int64) + (width2.to(tl.int64) << 32), 0), axis=0)
-    splits_before = (so_far & 0xFFFFFFFF).to(tl.int32)
+    so_far = tl.sum(tl.where(row < this, _pack(pieces, width2, WIDE), 0), axis=0)
+    splits_before, my_start2 = _unpack(so_far, WIDE)
 
     # This row, as scalars.
-    my_start2 = (so_far >> 32).to(tl.int32)
     my_gap2, my_width2 = _line(my_blocks, my_after, this, load, inverse, even, paired, shares)
     my_cut = _divide(my_start2 + (step - 1), inverse_step)
     end_cut = _divide(my_start2 + my_width2 + (step - 1), inverse_step)
@@ -171,9 +192,8 @@ def _schedule_kernel(
     # The first cut past this row ends the last part that starts in it. It falls in the row behind the last that ends
     # before it.
     passed = (blocks > 0) & (end2 <= end_cut * step)
-    next_at = tl.max(tl.where(passed, (end2.to(tl.int64) << 32) + row + 1, 0), axis=0)
-    next_row = (next_at & 0xFFFFFFFF).to(tl.int32)
-    next_start2 = (next_at >> 32).to(tl.int32)
+    next_at = tl.max(tl.where(passed, _pack(end2, row + 1, WIDE), 0), axis=0)
+    next_start2, next_row = _unpack(next_at, WIDE)
     next_blocks = _load_blocks(length_ptr, next_row, num_rows)
     next_before = _load_blocks(length_ptr, next_row - 1, num_rows)
     next_after = _load_blocks(length_ptr, next_row + 1, num_rows)
@@ -255,6 +275,10 @@ def plan_rows(
     aligned = torch.empty_like(rows)
     schedule = torch.empty((launches, parts, 8), dtype=torch.int32, device=rows.device)
     num_splits = torch.empty((launches, launch_rows + 1), dtype=torch.int32, device=rows.device)
+    # No load exceeds two whole rows and what their starts cost.
+    load_bits = (2 * (row_blocks + schedule_reference.PIECE_COST)).bit_length()
+    # The line's length under the largest load tried, in half blocks: a row takes at most a part, or half of one.
+    longest = max(launch_rows, 2 * min(launch_rows, parts)) << load_bits
     _schedule_kernel[(launch_rows, launches)](
         rows,
         length,
@@ -269,8 +293,8 @@ def plan_rows(
         BLOCK_K=triton.next_power_of_2(width),
         BLOCK_CUTS=triton.next_power_of_2(row_blocks + 1),
         BLOCK_PARTS=triton.next_power_of_2(parts),
-        # No load exceeds two whole rows and what their starts cost.
-        LOAD_BITS=(2 * (row_blocks + schedule_reference.PIECE_COST)).bit_length(),
+        LOAD_BITS=load_bits,
+        WIDE=longest >= 1 << 16,
         OVERLAPS=after_localize,
         num_warps=_NUM_WARPS,
         **({"launch_pdl": True} if after_localize else {}),

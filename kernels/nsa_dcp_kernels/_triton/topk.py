@@ -5,8 +5,8 @@ is found by bisection, counting the entries in registers; then one scan gives ev
 all entries of that key fit, a scan over them keeps the lower positions. Every count is exact, so the result depends
 neither on the order in which threads run nor on the batch.
 
-A row longer than a segment is selected in rounds: the first K of each segment, in ascending position, are the next
-round's row. What the whole row selects is among them, and their order decides ties as the positions do.
+A row longer than a segment is selected in rounds: the first K of each segment or some more, in ascending position, are
+the next round's row. What the whole row selects is among them, and their order decides ties as the positions do.
 
 Written here because no maintained library gives this order: those that break ties by position need a CUDA toolkit to
 compile at run time, order NaN and -0.0 otherwise, and do not return the positions in ascending order.
@@ -79,12 +79,13 @@ def _select_kernel(
         held = tl.sum((key != _NOTHING).to(tl.int32))
     wanted = tl.minimum(held, topk)
 
+    # A round that is not the last may keep more than it must: deciding the last bits is left to fewer entries.
+    kept = wanted if LAST else tl.minimum(held, num_kept)
     # At least `wanted` keys reach `low`, fewer reach `high`; `reached` reach `low`.
     low = tl.full([], _NOTHING + 1, tl.int64)
     high = tl.full([], _LARGEST + 1, tl.int64)
     reached = held
-    # Exactly enough: no bit below decides anything.
-    while (high - low > 1) & (reached > wanted):
+    while (high - low > 1) & (reached > kept):
         middle = (low + high) >> 1
         reach_middle = tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
         enough = reach_middle >= wanted
@@ -96,19 +97,20 @@ def _select_kernel(
     chosen_at = (token * tl.num_programs(1) + segment) * num_kept
     chosen_positions_ptr += chosen_at
     chosen = key >= threshold
-    if reached > wanted:
+    if reached > kept:
         # Not all that tie with the last one fit: the first ones do.
         tied = key == threshold
-        vacant = wanted - tl.sum((key > threshold).to(tl.int32))
+        vacant = kept - tl.sum((key > threshold).to(tl.int32))
         chosen = chosen & (~tied | (_count_through(tied) <= vacant))
     place = _count_through(chosen) - 1
     tl.store(chosen_positions_ptr + place, position, mask=chosen)
     if not LAST:
         chosen_keys_ptr += chosen_at
         tl.store(chosen_keys_ptr + place, key, mask=chosen)
-    for start in range(wanted // BLOCK * BLOCK, num_kept, BLOCK):
+    kept = tl.minimum(reached, kept)
+    for start in range(kept // BLOCK * BLOCK, num_kept, BLOCK):
         padding = start + tl.arange(0, BLOCK)
-        is_padding = (padding >= wanted) & (padding < num_kept)
+        is_padding = (padding >= kept) & (padding < num_kept)
         if LAST:
             tl.store(chosen_positions_ptr + padding, tl.full([BLOCK], -1, tl.int32), mask=is_padding)
         else:
@@ -129,7 +131,8 @@ def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> 
         block = min(_SEGMENT, max(64, triton.next_power_of_2(length)))
         segments = triton.cdiv(length, block)
         last = segments == 1
-        num_kept = topk if last else min(topk, block)
+        # Twice as many as must be kept, where the next round still is one segment with them.
+        num_kept = topk if last else min(block, max(topk, min(2 * topk, _SEGMENT // segments)))
         chosen = torch.empty((num_tokens, segments * num_kept), dtype=torch.int32, device=device)
         chosen_keys = None if last else torch.empty_like(chosen)
         _select_kernel[(num_tokens, segments)](
