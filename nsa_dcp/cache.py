@@ -120,6 +120,7 @@ class PageAllocator:
         self.page_slots = widened_page_size(dcp_size)
         self.num_pages = size // PAGE_SIZE + 1
         self._free = list(range(self.num_pages - 1, 0, -1))
+        self._held: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -134,8 +135,17 @@ class PageAllocator:
         """
         if count > len(self._free):
             raise ValueError(f"count must be at most the {len(self._free)} free pages, got {count}")
-        return [self._free.pop() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(count)]
+        self._held.update(pages)
+        return pages
 
     def release(self, pages: list[int]) -> None:
-        """Take pages back."""
+        """Take pages back.
+
+        Raises:
+            ValueError: a page is not handed out, or is named twice: it would be handed to two requests.
+        """
+        if len(set(pages)) != len(pages) or not self._held.issuperset(pages):
+            raise ValueError(f"pages must be handed out and named once, got {pages}")
+        self._held.difference_update(pages)
         self._free.extend(reversed(pages))

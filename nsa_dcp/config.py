@@ -91,6 +91,11 @@ class DcpConfig:
                 f"{self.dcp_size} with tp_size {self.tp_size}; {_divisors(self.tp_size)} would work"
             )
         check_group_span(self.tp_size, self.attn_dp_size, self.dcp_size)
+        if self.mode == "cp" and self.attn_dp_size > 1:
+            raise NotImplementedError(
+                "attn_dp_size must be 1 in cp mode, where one prompt's tokens go to every rank, got "
+                f"{self.attn_dp_size}; --mode tp would work"
+            )
         if self.mode == "cp" and self.dcp_size not in (1, self.tp_size):
             raise NotImplementedError(
                 f"dcp_size must equal the context-parallel size in cp mode, got dcp_size {self.dcp_size} with "

@@ -84,8 +84,8 @@ def _check_gpus(world_size: int) -> None:
         raise RuntimeError("device cuda needs a Hopper GPU, found none: use --device cpu")
     if count < world_size and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         raise RuntimeError(
-            f"{world_size} ranks need a GPU each, found {count}: use fewer ranks, or, to check tokens only, NCCL 2.30 or "
-            "newer with NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_NCHANNELS=2 NCCL_MAX_P2P_NCHANNELS=2"
+            f"{world_size} ranks need a GPU each, found {count}: use fewer ranks, or, to check tokens only, NCCL 2.30 "
+            "or newer with NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_NCHANNELS=2 NCCL_MAX_P2P_NCHANNELS=2"
         )
 
 

@@ -79,9 +79,11 @@ def build_step(extends: list[Extend], ranks: Ranks, num_pages: int, device: torc
         The step: token-sharded in cp mode where the chunk has several tokens of some request and can be split.
 
     Raises:
-        ValueError: a request has no new token, or its pages do not hold them.
+        ValueError: there is no request, a request has no new token, or its pages do not hold them.
     """
     dcp_size = ranks.config.dcp_size
+    if not extends:
+        raise ValueError("extends must hold a request, got none")
     for extend in extends:
         if not len(extend.token_ids):
             raise ValueError("extends must each hold a new token, got an empty one")

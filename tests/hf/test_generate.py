@@ -1,6 +1,7 @@
 """The `generate` command as a user types it: its report, its check, its refusals, and that it leaves nothing behind."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -239,7 +240,10 @@ def test_a_refused_run_leaves_no_process_behind(checkpoint, prompts_file):
     """The ranks refuse: that a prompt does not fit the pool is found when it is admitted."""
     words = ["generate", "--model", checkpoint, "--prompts", prompts_file([[5] * 100]), "--dcp-size", "2"]
     words += ["--max-total-tokens", "64", "--max-new-tokens", "60"]
-    done = subprocess.run([sys.executable, "-c", _LEFT_BEHIND, *words], capture_output=True, text=True, timeout=120)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'kernels'}"}
+    command = [sys.executable, "-c", _LEFT_BEHIND, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 2, done.stderr
     assert "prompt must fit the pool of 128 tokens" in done.stderr
     assert "HELPERS 2 RANKS 0" in done.stdout
