@@ -214,3 +214,17 @@ def test_released_pages_are_reused_and_ranks_hand_out_the_same_ones(steps, dcp_s
         assert len(set(in_use)) == len(in_use)
         assert set(in_use) <= set(range(1, 13))
         assert ranks[0].num_free == 12 - len(in_use)
+
+
+@pytest.mark.parametrize("pages", [[0], [7], [1, 1]], ids=["reserved", "not handed out", "twice"])
+def test_a_page_is_taken_back_only_from_who_holds_it(pages):
+    """A page released twice would be handed to two requests, which then overwrite each other."""
+    allocator = PageAllocator(size=640, dcp_size=2)
+    held = allocator.allocate(3)
+    assert 1 in held and 7 not in held
+    with pytest.raises(ValueError, match="pages must be handed out and named once"):
+        allocator.release(pages)
+    allocator.release(held)
+    with pytest.raises(ValueError, match="pages must be handed out and named once"):
+        allocator.release(held[:1])
+    assert sorted(allocator.allocate(allocator.num_free)) == list(range(1, allocator.num_pages))

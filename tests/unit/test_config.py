@@ -248,3 +248,8 @@ def test_a_rank_gets_whole_pages_for_its_share_of_the_tokens(tokens, dcp_size, r
 def test_configs_cannot_be_changed_after_they_were_checked():
     with pytest.raises(AttributeError):
         DcpConfig().tp_size = 3  # type: ignore[misc]
+
+
+def test_cp_mode_refuses_attention_data_parallelism():
+    with pytest.raises(NotImplementedError, match=r"attn_dp_size must be 1 in cp mode.*got 2; --mode tp would work"):
+        DcpConfig(tp_size=4, dcp_size=1, mode="cp", attn_dp_size=2)
