@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = {"nsa_dcp": ROOT / "nsa_dcp", "nsa_dcp_kernels": ROOT / "kernels" / "nsa_dcp_kernels"}
 # What may load a model library, a server or a compiler: everything else must stay light.
-HEAVY = ("nsa_dcp.hf", "nsa_dcp.sglang_plugin.backend", "nsa_dcp.testing", "nsa_dcp_kernels._triton")
+HEAVY = ("nsa_dcp.hf", "nsa_dcp.testing", "nsa_dcp_kernels._triton")
+HEAVY += ("nsa_dcp.sglang_plugin.backend", "nsa_dcp.sglang_plugin.cp_backend")
 LIGHT_PACKAGES = {"nsa_dcp", "nsa_dcp_kernels", "torch", "numpy"}
 MAX_LINES = 400
 SHAPELESS = re.compile(r"^(utils?|helpers?|common|core|misc|shared|base)(\.py)?$")

@@ -8,6 +8,7 @@ are sglang's.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,10 +35,15 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
             RuntimeError: FlashMLA is missing, does not load or run here, or treats an empty selection in another way.
         """
         super().__init__(model_runner)
-        # The stock value is sized for this rank's own heads; the kernel sees those of the whole DCP group.
-        self.flashmla_kv_num_q_heads = head_bucket(self.num_dcp_q_heads)
+        # The stock value is sized for this rank's own heads.
+        self.flashmla_kv_num_q_heads = head_bucket(self.attended_heads)
         self._shared_selection = SharedSelection()
         self.check_kernel(self.token_to_kv_pool.get_key_buffer(self.token_to_kv_pool.start_layer))
+
+    @property
+    def attended_heads(self) -> int:
+        """Query heads that the kernel sees: those of the whole DCP group."""
+        return self.num_dcp_q_heads
 
     def check_kernel(self, kv_cache: torch.Tensor) -> None:
         """Attend to nothing once, so that what is wrong with the kernel stops the server before it is ready.
@@ -51,7 +57,7 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
             RuntimeError: as the constructor.
         """
         rows = cache_rows(kv_cache)
-        queries = torch.ones(1, self.num_dcp_q_heads, LATENT_DIM, dtype=torch.bfloat16, device=rows.device)
+        queries = torch.ones(1, self.attended_heads, LATENT_DIM, dtype=torch.bfloat16, device=rows.device)
         nothing = torch.full((1, self.dsa_index_topk), -1, dtype=torch.int32, device=rows.device)
         out, lse = attend_selection(queries, rows, localize_selection(nothing, self.dcp_size, self.dcp_rank), 1.0)
         if bool(out.any()) or not bool(torch.isneginf(lse).all()):
@@ -102,7 +108,7 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
 
 
 class SharedSelection:
-    """Localises a selection once, for all the consecutive layers that attend to it.
+    """Prepares a selection once, for all the consecutive layers that attend to it.
 
     Layers that share a selection are handed the same tensor. Its identity counts only together with that of the
     forward's metadata and with consecutive layers, so that a tensor which outlives its forward is never taken for the
@@ -113,7 +119,7 @@ class SharedSelection:
         self._slots: torch.Tensor | None = None
         self._metadata: object = None
         self._layer_id = -1
-        self._selection: LocalSelection | None = None
+        self._prepared: Any = None
 
     def localize(
         self, topk_slots: torch.Tensor, dcp_size: int, dcp_rank: int, layer_id: int, metadata: object
@@ -129,12 +135,23 @@ class SharedSelection:
         Raises:
             ValueError: as `localize_selection`.
         """
+        return self.prepare(topk_slots, layer_id, metadata, lambda slots: localize_selection(slots, dcp_size, dcp_rank))
+
+    def prepare(
+        self, topk_slots: torch.Tensor, layer_id: int, metadata: object, make: Callable[[torch.Tensor], Any]
+    ) -> Any:
+        """Return what `make` makes of a selection, from the layer before where that attended to the same one.
+
+        Args:
+            topk_slots, layer_id, metadata: as `localize`.
+            make: called with the selection; the same function in all layers of a forward.
+        """
         shared = topk_slots is self._slots and metadata is self._metadata and layer_id == self._layer_id + 1
-        if not shared or self._selection is None:
-            self._selection = localize_selection(topk_slots, dcp_size, dcp_rank)
+        if not shared or self._prepared is None:
+            self._prepared = make(topk_slots)
             self._slots, self._metadata = topk_slots, metadata
         self._layer_id = layer_id
-        return self._selection
+        return self._prepared
 
 
 def cache_rows(kv_cache: torch.Tensor) -> torch.Tensor:

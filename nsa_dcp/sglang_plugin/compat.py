@@ -126,6 +126,96 @@ SYMBOLS = (
         "the ag_rs merge",
         ("cp_attn_out", "cp_attn_lse", "cp_group", "ctx", "is_lse_base_on_e"),
     ),
+    # CP-DCP.
+    Symbol(
+        "sglang.srt.arg_groups.parallel_hook:handle_decode_context_parallelism",
+        "the step that refuses DCP with prefill CP: for CP-DCP our hook stands in its place",
+        ("server_args",),
+    ),
+    Symbol(
+        "sglang.srt.arg_groups.overrides:run_post_process_pass",
+        "what is left of that step: choosing the exchange between ranks",
+        ("server_args", "fn"),
+    ),
+    Symbol("sglang.srt.arg_groups.overrides:_dcp_comm_backend_default", "that choice", ("view",)),
+    Symbol(
+        "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla:"
+        "DeepseekMLAForwardMixin.is_dcp_mla_decode_phase",
+        "false for a layer whose dcp_size we set to 1, and then attn_mqa runs and nothing is gathered or merged",
+        ("self", "forward_batch"),
+    ),
+    Symbol(
+        "sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA.maybe_use_decode_attn_tp",
+        "with --enable-cp-decode-attn-tp, steps that are not spread run this rank's slice of the heads",
+        ("self", "forward_batch"),
+    ),
+    Symbol(
+        "sglang.srt.layers.cp.cp_decode_attn_tp:CP_DECODE_ATTN_TP_SUPPORTED_ARCHS",
+        "whose attention weights are sliced; others are refused",
+    ),
+    Symbol("sglang.srt.layers.cp.base:get_cp_strategy", "how a prompt's tokens are dealt out", ()),
+    Symbol("sglang.srt.layers.cp.base:is_zigzag", "whether by blocks", ()),
+    Symbol("sglang.srt.layers.cp.utils:is_cp_active", "whether this forward is spread", ("forward_batch",)),
+    Symbol(
+        "sglang.srt.layers.cp.utils:prepare_cp_forward",
+        "it says how, in attn_cp_metadata, before the backend's metadata is made",
+        ("forward_batch",),
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend.init_forward_metadata",
+        "we list the forward's pages after it, and reorder what it made where the forward is spread by zigzag",
+        ("self", "forward_batch"),
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa_backend:prepare_kv_for_attention",
+        "it unpacks what a strategy's materialize_full_mla_kv returns, and the cache write gets the whole chunk",
+        ("attn_mla", "forward_batch", "k_nope", "k_pe", "defer_materialization"),
+    ),
+    Symbol("sglang.srt.layers.cp.interleave:InterleaveCPStrategy", "one of the two strategies"),
+    Symbol(
+        "sglang.srt.layers.cp.interleave:InterleaveCPStrategy.materialize_full_mla_kv",
+        "it returns the chunk's latents and writes nothing",
+        ("self", "forward_batch", "layer", "k_nope", "k_rope"),
+    ),
+    Symbol("sglang.srt.layers.cp.zigzag:ZigzagCPStrategy", "the other, whose object gets the two doors below"),
+    Symbol(
+        "sglang.srt.layers.cp.base:ContextParallelStrategy.materialize_full_mla_kv",
+        "the door for latents: for zigzag ours returns them, the class's writes them for FlashAttention",
+        ("self", "forward_batch", "layer", "k_nope", "k_rope"),
+    ),
+    Symbol(
+        "sglang.srt.layers.cp.base:ContextParallelStrategy.materialize_full_indexer_k_cache",
+        "the door for index keys, which zigzag does not have",
+        ("self", "key", "forward_batch"),
+    ),
+    Symbol(
+        "sglang.srt.layers.cp.zigzag:ZigzagCPStrategy.gather_kv_cache",
+        "what both doors call: the ranks' rows in the order of the batch's tokens",
+        ("self", "x", "forward_batch", "stream"),
+    ),
+    Symbol(
+        "sglang.srt.layers.cp.zigzag:ZigzagCPStrategy.local_q_indices",
+        "which tokens a rank has, in its order",
+        ("self", "num_tokens", "forward_batch"),
+    ),
+    Symbol("sglang.srt.layers.cp.zigzag:ZigzagContextParallelMetadata", "the lengths of a rank's blocks"),
+    Symbol(
+        "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_into_tensor",
+        "gathering pages over the DCP group",
+        ("self", "output", "input"),
+    ),
+    Symbol(
+        "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather",
+        "gathering heads over the DCP group, captured",
+        ("self", "input_", "dim", "output_tensor_list"),
+    ),
+    Symbol(
+        "sglang.srt.distributed.parallel_state:GroupCoordinator.broadcast",
+        "one selection for all ranks of the DCP group, captured",
+        ("self", "input_", "src"),
+    ),
+    Symbol("sglang.srt.runtime_context:get_schedule", "the largest prefill chunk, for the start-up line", ()),
+    Symbol("sglang.srt.runtime_context:get_spec", "the rows of a verify step, for the same", ()),
 )
 
 

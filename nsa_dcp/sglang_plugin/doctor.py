@@ -150,8 +150,10 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str) -> Com
     problems = tuple(find_problems(settings, model, HOPPER))
     if problems:
         return CommandVerdict("nsa-dcp", (), problems, tuple(notes))
-    cp, groups = settings.attn_cp_size > 1, settings.tp_size // settings.dcp_size
-    local_heads = model.num_attention_heads // (settings.tp_size // settings.attn_dp_size // settings.attn_cp_size)
+    cp, groups = settings.enable_prefill_cp, settings.tp_size // settings.dcp_size
+    local_heads = model.num_attention_heads // (
+        settings.tp_size // settings.attn_dp_size // settings.context_parallel_size
+    )
     gathered = model.num_attention_heads if cp else local_heads * settings.dcp_size
     facts = [
         f"mode: {'CP-DCP' if cp else 'TP-DCP'}, {groups} DCP group(s) of {settings.dcp_size} GPUs",

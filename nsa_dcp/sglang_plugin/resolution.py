@@ -29,7 +29,7 @@ FIRST_STEP, LAST_STEP = "handle_decode_context_parallelism", "handle_other_valid
 def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Refuse a command as typed, all its problems at once, and give unset sparse backends the one that works.
 
-    Runs around sglang's `handle_decode_context_parallelism`.
+    Runs around sglang's `handle_decode_context_parallelism`, and in its place for CP-DCP, which it refuses.
 
     Args:
         server_args: sglang's ServerArgs, half resolved.
@@ -42,7 +42,8 @@ def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) 
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     settings, model, capability = read_command(server_args)
-    if concerns_us(settings, model, capability):
+    ours = concerns_us(settings, model, capability)
+    if ours:
         check_command(settings, model, capability)
         unset = {
             field: SPARSE_BACKEND
@@ -53,7 +54,23 @@ def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) 
             # Before sglang's model overrides, which would fill them with a Blackwell backend.
             declare_resolution(server_args, "nsa_dcp", **unset)
             logger.warning("nsa-dcp: %s resolve to %s.", " and ".join(unset), SPARSE_BACKEND)
-    previous(server_args)
+    if ours and settings.enable_prefill_cp:
+        _resolve_context_parallel_dcp(server_args)
+    else:
+        previous(server_args)
+
+
+def _resolve_context_parallel_dcp(server_args: Any) -> None:
+    """Do what is left of sglang's step once `check_command` has passed: choose how the ranks' results are exchanged."""
+    from sglang.srt.arg_groups.overrides import (
+        _dcp_comm_backend_default,
+        declare_resolution,
+        run_post_process_pass,
+    )
+
+    run_post_process_pass(server_args, _dcp_comm_backend_default)
+    # sglang's model override would turn it on; here every rank has the whole query projection.
+    declare_resolution(server_args, "nsa_dcp", dcp_replicate_q_proj=False)
 
 
 def check_resolved_settings(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -108,6 +125,9 @@ def read_command(server_args: Any) -> tuple[ServerSettings, ModelFacts, tuple[in
         "attn_dp_size",
         "attn_cp_size",
         "enable_prefill_cp",
+        "cp_strategy",
+        "enable_cp_decode_attn_tp",
+        "enable_dsa_cache_layer_split",
         "dsa_prefill_backend",
         "dsa_decode_backend",
         "kv_cache_dtype",

@@ -26,6 +26,7 @@ _VALUE_FLAGS = {
     "dp_size": (("--dp-size", "--data-parallel-size", "--dp"), int),
     "attn_dp_size": (("--attn-dp-size", "--attention-data-parallel-size"), int),
     "attn_cp_size": (("--attn-cp-size", "--attention-context-parallel-size"), int),
+    "cp_strategy": (("--cp-strategy",), str),
     "attention_backend": (("--attention-backend",), str),
     "prefill_attention_backend": (("--prefill-attention-backend",), str),
     "decode_attention_backend": (("--decode-attention-backend",), str),
@@ -41,6 +42,7 @@ _VALUE_FLAGS = {
 }
 _SWITCHES = {
     "enable_prefill_cp": ("--enable-prefill-cp",),
+    "enable_dsa_cache_layer_split": ("--enable-dsa-cache-layer-split",),
     "enable_dp_attention": ("--enable-dp-attention",),
     "enable_hisparse": ("--enable-hisparse",),
     "enable_hierarchical_cache": ("--enable-hierarchical-cache", "--enable-hicache"),

@@ -14,6 +14,7 @@ from nsa_dcp.capacity import temporary_buffers
 from nsa_dcp.model_dims import dims_from_config
 from nsa_dcp.sglang_plugin import resolution
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version
+from nsa_dcp.sglang_plugin.requirements import require
 from nsa_dcp.sglang_plugin.row_split import split_rows
 from nsa_dcp.sglang_plugin.startup_line import startup_line
 from nsa_dcp.sglang_plugin.validation import PAGE_SIZE, SPARSE_BACKEND, concerns_us, head_bucket
@@ -48,7 +49,7 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
             )
         return _stock_backend(model_runner, stock)
     resolution.check_command(settings, model, capability)
-    _require(
+    require(
         (kernel.dsa_prefill_backend, kernel.dsa_decode_backend) == (SPARSE_BACKEND, SPARSE_BACKEND),
         "both DSA backends to be flashmla_kv",
         f"{kernel.dsa_prefill_backend} for prefill and {kernel.dsa_decode_backend} for decode",
@@ -56,16 +57,24 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     check_version()
     check_symbols()
     _check_hooks()
-    _check_topology(get_parallel())
-    _check_pool(model_runner, get_parallel().attn_dcp_size)
-    _check_model(model_runner, get_parallel().attn_dcp_size)
+    parallel = get_parallel()
+    _check_topology(parallel)
+    _check_pool(model_runner, parallel.attn_dcp_size)
+    _check_model(model_runner, parallel.attn_dcp_size)
+    if parallel.attn_cp_size > 1:
+        from nsa_dcp.sglang_plugin.cp_startup import build_context_parallel_backend, describe_context_parallel_server
+
+        backend = build_context_parallel_backend(model_runner, parallel)
+        logger.info(describe_context_parallel_server(model_runner, parallel))
+        return backend
 
     from nsa_dcp.sglang_plugin.backend import DcpDeepseekSparseAttnBackend
 
+    _check_tensor_parallel(model_runner, parallel)
     select_alike_on_every_rank()
-    split_rows(model_runner.model, get_parallel().attn_tp_group)
+    split_rows(model_runner.model, parallel.attn_tp_group)
     backend = DcpDeepseekSparseAttnBackend(model_runner)
-    logger.info(describe_server(model_runner, get_parallel()))
+    logger.info(describe_server(model_runner, parallel))
     return backend
 
 
@@ -114,7 +123,7 @@ def describe_server(model_runner: Any, parallel: Any) -> str:
 
 
 def _stock_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
-    _require(stock is not None, "a DSA attention backend in sglang's registry", "none")
+    require(stock is not None, "a DSA attention backend in sglang's registry", "none")
     return stock(model_runner)
 
 
@@ -125,46 +134,55 @@ def _check_hooks() -> None:
         (resolution.FIRST_STEP, resolution.check_requested_settings),
         (resolution.LAST_STEP, resolution.check_resolved_settings),
     ):
-        _require(hook in _HOOKS.get(step, ()), f"its hook around {step}", "it missing, so the command went unchecked")
+        require(hook in _HOOKS.get(step, ()), f"its hook around {step}", "it missing, so the command went unchecked")
 
 
 def _check_topology(parallel: Any) -> None:
     dcp_size = parallel.attn_dcp_size
     group = parallel.dcp_group
-    _require(group.world_size == dcp_size, f"a DCP group of {dcp_size} ranks", group.world_size)
-    _require(group.rank_in_group == parallel.attn_dcp_rank, f"DCP rank {parallel.attn_dcp_rank}", group.rank_in_group)
+    require(group.world_size == dcp_size, f"a DCP group of {dcp_size} ranks", group.world_size)
+    require(group.rank_in_group == parallel.attn_dcp_rank, f"DCP rank {parallel.attn_dcp_rank}", group.rank_in_group)
+
+
+def _check_tensor_parallel(model_runner: Any, parallel: Any) -> None:
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    group = parallel.dcp_group
     shard = set(parallel.attn_tp_group.ranks)
-    _require(
+    require(
         set(group.ranks) <= shard,
         f"the DCP group {sorted(group.ranks)} inside one attention-TP group",
         f"the group {sorted(shard)}",
     )
+    for layer in model_runner.model.modules():
+        if isinstance(layer, DeepseekV2AttentionMLA):
+            head_bucket(layer.attn_mqa_for_dcp_decode.tp_q_head_num)
 
 
 def _check_pool(model_runner: Any, dcp_size: int) -> None:
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
     pool, allocator = model_runner.token_to_kv_pool, model_runner.token_to_kv_pool_allocator
-    _require(type(pool) is DSATokenToKVPool, "a DSATokenToKVPool", type(pool).__name__)
-    _require(pool.page_size == PAGE_SIZE, f"pages of {PAGE_SIZE} rows", pool.page_size)
+    require(type(pool) is DSATokenToKVPool, "a DSATokenToKVPool", type(pool).__name__)
+    require(pool.page_size == PAGE_SIZE, f"pages of {PAGE_SIZE} rows", pool.page_size)
     layout = "fp8" if pool.dsa_kv_cache_store_fp8 else "bfloat16"
     rows = pool.kv_buffer[0]
-    _require(
+    require(
         rows[0].nbytes == _ROW_BYTES[layout],
         f"{layout} cache rows of {_ROW_BYTES[layout]} bytes",
         f"{rows[0].nbytes} of dtype {rows.dtype}",
     )
-    _require(
+    require(
         allocator.page_size == PAGE_SIZE * dcp_size and allocator.size == pool.size * dcp_size,
         f"an allocator of {pool.size * dcp_size} slots in pages of {PAGE_SIZE * dcp_size}",
         f"{allocator.size} in pages of {allocator.page_size}",
     )
     slots = (pool.size + pool.page_size) * dcp_size
-    _require(rows.shape[0] * dcp_size >= slots, f"cache rows for {slots} slots", rows.shape[0] * dcp_size)
+    require(rows.shape[0] * dcp_size >= slots, f"cache rows for {slots} slots", rows.shape[0] * dcp_size)
     for layer, pages in enumerate(pool.index_k_with_scale_buffer):
         # A layer that reuses the previous layer's selection keeps no index keys.
         if not pool.skip_topk_layers[layer]:
-            _require(
+            require(
                 pages.shape[0] * PAGE_SIZE >= slots,
                 f"index keys for {slots} slots in layer {layer}",
                 pages.shape[0] * PAGE_SIZE,
@@ -176,14 +194,8 @@ def _check_model(model_runner: Any, dcp_size: int) -> None:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
     for name in (model_runner.prefill_attention_backend_str, model_runner.decode_attention_backend_str):
-        _require(not is_mla_dcp_lse_base_on_e(name), f"base-2 log-sum-exps to be merged for {name}", "base e")
+        require(not is_mla_dcp_lse_base_on_e(name), f"base-2 log-sum-exps to be merged for {name}", "base e")
     layers = [module for module in model_runner.model.modules() if isinstance(module, DeepseekV2AttentionMLA)]
-    _require(bool(layers), "DeepseekV2AttentionMLA layers in the model", "none")
+    require(bool(layers), "DeepseekV2AttentionMLA layers in the model", "none")
     for layer in layers:
-        _require(layer.dcp_size == dcp_size, f"layers that run DCP over {dcp_size} ranks", layer.dcp_size)
-        head_bucket(layer.attn_mqa_for_dcp_decode.tp_q_head_num)
-
-
-def _require(condition: bool, needed: str, found: object) -> None:
-    if not condition:
-        raise RuntimeError(f"nsa-dcp needs {needed}, found {found}; serve without --dcp-size, or report this")
+        require(layer.dcp_size == dcp_size, f"layers that run DCP over {dcp_size} ranks", layer.dcp_size)

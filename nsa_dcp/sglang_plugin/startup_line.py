@@ -23,6 +23,7 @@ def startup_line(
     comm_backend: str,
     pool: Any,
     buffers: TemporaryBuffers,
+    cp_strategy: str | None = None,
 ) -> str:
     """The line.
 
@@ -33,6 +34,7 @@ def startup_line(
         comm_backend: `a2a` or `ag_rs`.
         pool: sglang's DSATokenToKVPool of this rank.
         buffers: budgets, from `capacity.temporary_buffers`.
+        cp_strategy: `interleave` or `zigzag` in CP-DCP.
 
     ValueError: the group is empty.
     """
@@ -40,6 +42,7 @@ def startup_line(
         raise ValueError("group_ranks must hold at least this rank, got none")
     line = {
         "mode": mode,
+        **({"cp_strategy": cp_strategy} if cp_strategy else {}),
         "dcp_size": len(group_ranks),
         "dcp_group": list(group_ranks),
         "heads": gathered_heads,

@@ -7,7 +7,8 @@ imported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from nsa_dcp.sglang_plugin.cp_validation import find_context_parallel_problems
+from nsa_dcp.sglang_plugin.server_settings import ModelFacts, Problem, ServerSettings
 
 DSA_ATTENTION_BACKENDS = ("dsa", "nsa")
 SPARSE_BACKEND = "flashmla_kv"
@@ -21,67 +22,6 @@ PAGE_SIZE = 64
 HEAD_BUCKETS = (64, 128)
 # What the packed cache row and the kernels are laid out for.
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """The part of sglang's server arguments that decides whether nsa-dcp can serve them.
-
-    Fields carry sglang's names. None means "not given": sglang or nsa-dcp will choose, which is never a problem.
-    `prefill_cuda_graph` is the graph backend asked for in prefill; None or "disabled" when none was.
-    """
-
-    dcp_size: int = 1
-    tp_size: int = 1
-    attn_dp_size: int = 1
-    attn_cp_size: int = 1
-    enable_prefill_cp: bool = False
-    prefill_attention_backend: str | None = None
-    decode_attention_backend: str | None = None
-    dsa_prefill_backend: str | None = None
-    dsa_decode_backend: str | None = None
-    kv_cache_dtype: str = "auto"
-    page_size: int | None = None
-    dcp_comm_backend: str | None = None
-    dcp_replicate_q_proj: bool | None = None
-    prefill_cuda_graph: str | None = None
-    speculative_algorithm: str | None = None
-    speculative_eagle_topk: int | None = None
-    disaggregation_mode: str = "null"
-    enable_hisparse: bool = False
-    enable_hierarchical_cache: bool = False
-    enable_lmcache: bool = False
-    enable_unified_memory: bool = False
-    enable_two_batch_overlap: bool = False
-    enable_pdmux: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """The part of a checkpoint's config that decides whether nsa-dcp can serve it.
-
-    `is_dsa`: the model has DeepSeek Sparse Attention. The other fields carry the config's names.
-    """
-
-    is_dsa: bool
-    architecture: str = ""
-    num_attention_heads: int = 0
-    kv_lora_rank: int = 0
-    qk_rope_head_dim: int = 0
-    index_topk: int = 0
-    index_kpool: int = 1
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One reason why a command cannot be served: what was asked, why not, and what would work."""
-
-    asked: str
-    reason: str
-    instead: str
-
-    def __str__(self) -> str:
-        return f"{self.asked}: {self.reason}; {self.instead}."
 
 
 def concerns_us(settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None) -> bool:
@@ -205,9 +145,8 @@ def _topology_problems(settings: ServerSettings, model: ModelFacts) -> list[Prob
             else f"--dcp-size must divide the {_ranks(span)} with the same requests"
         )
         return [Problem(asked, reason, f"use --dcp-size {divisors.replace(', ', ' or ') or '1'}")]
-    if settings.attn_cp_size > 1:
-        # Refused under its own name; how many heads would be gathered is another question there.
-        return []
+    if settings.enable_prefill_cp or settings.attn_cp_size > 1:
+        return find_context_parallel_problems(settings, model, HEAD_BUCKETS[-1])
     attn_tp_size = span
     if model.num_attention_heads % attn_tp_size:
         return [
@@ -331,15 +270,6 @@ def _speculation_problems(settings: ServerSettings) -> list[Problem]:
 
 
 def _feature_problems(settings: ServerSettings) -> list[Problem]:
-    problems = []
-    if settings.enable_prefill_cp or settings.attn_cp_size > 1:
-        problems.append(
-            Problem(
-                "--enable-prefill-cp with DCP",
-                "prefill context parallelism together with DCP is not implemented",
-                "drop --enable-prefill-cp; DCP itself also spreads the cache in prefill",
-            )
-        )
     without = "drop it, or serve with --dcp-size 1"
     refused = {
         "--enable-hisparse": (settings.enable_hisparse, "its host pool has no notion of DCP ownership"),
@@ -359,5 +289,4 @@ def _feature_problems(settings: ServerSettings) -> list[Problem]:
         ),
         "--enable-pdmux": (settings.enable_pdmux, "two streams would interleave their collectives on the DCP group"),
     }
-    problems += [Problem(asked, reason, without) for asked, (on, reason) in refused.items() if on]
-    return problems
+    return [Problem(asked, reason, without) for asked, (on, reason) in refused.items() if on]

@@ -1,6 +1,5 @@
 """The deployment scripts: what they print, and that doctor has its say first."""
 
-import re
 import shlex
 import subprocess
 import sys
@@ -66,6 +65,17 @@ def flags_of(line):
     [
         ("serve_tp.sh", {}),
         ("serve_tp_dcp.sh", {"--dcp-size": "8", "--dcp-comm-backend": "a2a"}),
+        (
+            "serve_cp_dcp.sh",
+            {
+                "--attn-cp-size": "8",
+                "--enable-prefill-cp": None,
+                "--cp-strategy": "interleave",
+                "--enable-cp-decode-attn-tp": None,
+                "--dcp-size": "8",
+                "--dcp-comm-backend": "a2a",
+            },
+        ),
     ],
 )
 def test_a_dry_run_prints_the_mode_s_command(run, script, own):
@@ -73,28 +83,29 @@ def test_a_dry_run_prints_the_mode_s_command(run, script, own):
     assert done.returncode == 0, done.stderr
     flags = flags_of(done.stdout)
     assert {name: flags.get(name, "absent") for name in COMMON} == COMMON
-    assert {name: value for name, value in flags.items() if "dcp" in name or "cp-" in name} == own
+    assert {name: value for name, value in flags.items() if "dcp" in name or "cp-" in name or "-cp" in name} == own
     assert "this command would start" in done.stderr
 
 
-def test_cp_dcp_is_refused_until_it_is_served(run):
-    done = run("serve_cp_dcp.sh", "--dry-run")
+@pytest.mark.parametrize(
+    ("argv", "refusal"),
+    [
+        (["--attn-cp-size", "4", "--dcp-size", "4"], "--attn-cp-size 4 with --dcp-size 4"),
+        (["--dcp-size", "4"], "--dcp-size 4 with --attn-cp-size 8"),
+        (["--cp-strategy", "zigzag", "--speculative-algorithm", "NEXTN"], "--cp-strategy zigzag with --speculative"),
+    ],
+    ids=["attention-tp", "dcp-below-cp", "zigzag-speculation"],
+)
+def test_a_cp_dcp_command_that_is_not_served_is_refused(run, argv, refusal):
+    done = run("serve_cp_dcp.sh", "--dry-run", *argv)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "--enable-prefill-cp with DCP" in done.stderr
+    assert refusal in done.stderr
 
 
-def test_cp_dcp_asks_for_its_own_flags():
-    text = (ROOT / "scripts" / "serve_cp_dcp.sh").read_text()
-    command = re.search(r"COMMAND=\((.*?)\n\)", text, re.DOTALL).group(1)
-    for flag in (
-        '--attn-cp-size "$CP_SIZE"',
-        "--enable-prefill-cp",
-        '--cp-strategy "$CP_STRATEGY"',
-        "--enable-cp-decode-attn-tp",
-        '--dcp-size "$CP_SIZE"',
-    ):
-        assert flag in command
-    assert all(flag in command for flag in COMMON)
+def test_cp_dcp_says_what_it_is(run):
+    done = run("serve_cp_dcp.sh", "--dry-run", "--cp-strategy", "zigzag")
+    assert "mode: CP-DCP, 1 DCP group(s) of 8 GPUs" in done.stderr
+    assert "64 per rank, 64 gathered" in done.stderr
 
 
 def test_more_flags_override_the_parameters(run):

@@ -52,15 +52,17 @@ def test_every_problem_is_reported_before_sglang_stops_at_its_first(resolve):
     with pytest.raises(ValueError, match="for 5 reasons") as error:
         resolve(
             tp_size=4,
-            attn_dp_size=4,
+            attn_cp_size=2,
             dcp_size=2,
             attention_backend="nsa",
             enable_prefill_cp=True,
+            cp_strategy="interleave",
+            dcp_replicate_q_proj=True,
             enable_hisparse=True,
             dsa_decode_backend="trtllm",
             cuda_graph_backend_prefill="breakable",
         )
-    for part in ("--attn-dp-size 4", "--enable-prefill-cp", "--enable-hisparse", "trtllm", "breakable"):
+    for part in ("--attn-cp-size 2", "--dcp-replicate-q-proj", "--enable-hisparse", "trtllm", "breakable"):
         assert part in str(error.value)
 
 

@@ -62,8 +62,6 @@ def test_a_command_that_can_be_served_has_no_problem(settings, model):
 @pytest.mark.parametrize(
     ("changes", "asked", "instead"),
     [
-        ({"enable_prefill_cp": True}, "--enable-prefill-cp", "drop --enable-prefill-cp"),
-        ({"attn_cp_size": 8}, "--enable-prefill-cp", "drop --enable-prefill-cp"),
         ({"prefill_attention_backend": "fa3"}, "fa3 for prefill", "--attention-backend nsa"),
         ({"decode_attention_backend": "flashinfer"}, "flashinfer for decode", "--attention-backend nsa"),
         ({"dsa_prefill_backend": "flashmla_sparse"}, "--dsa-prefill-backend flashmla_sparse", "flashmla_kv"),

@@ -1,0 +1,78 @@
+"""What decides whether a command can be served, and the sentence that refuses it. Pure: neither torch nor sglang."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """The part of sglang's server arguments that decides whether nsa-dcp can serve them.
+
+    Fields carry sglang's names. None means "not given": sglang or nsa-dcp will choose, which is never a problem.
+    `prefill_cuda_graph` is the graph backend asked for in prefill; None or "disabled" when none was.
+    """
+
+    dcp_size: int = 1
+    tp_size: int = 1
+    attn_dp_size: int = 1
+    attn_cp_size: int = 1
+    enable_prefill_cp: bool = False
+    cp_strategy: str | None = None
+    enable_cp_decode_attn_tp: bool = False
+    enable_dsa_cache_layer_split: bool = False
+    prefill_attention_backend: str | None = None
+    decode_attention_backend: str | None = None
+    dsa_prefill_backend: str | None = None
+    dsa_decode_backend: str | None = None
+    kv_cache_dtype: str = "auto"
+    page_size: int | None = None
+    dcp_comm_backend: str | None = None
+    dcp_replicate_q_proj: bool | None = None
+    prefill_cuda_graph: str | None = None
+    speculative_algorithm: str | None = None
+    speculative_eagle_topk: int | None = None
+    disaggregation_mode: str = "null"
+    enable_hisparse: bool = False
+    enable_hierarchical_cache: bool = False
+    enable_lmcache: bool = False
+    enable_unified_memory: bool = False
+    enable_two_batch_overlap: bool = False
+    enable_pdmux: bool = False
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Ranks that share a prompt's tokens, as sglang resolves it for DSA models; 1 without prefill CP."""
+        if not self.enable_prefill_cp:
+            return self.attn_cp_size
+        if self.cp_strategy == "interleave" and self.attn_cp_size > 1:
+            return self.attn_cp_size
+        return self.tp_size // self.attn_dp_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """The part of a checkpoint's config that decides whether nsa-dcp can serve it.
+
+    `is_dsa`: the model has DeepSeek Sparse Attention. The other fields carry the config's names.
+    """
+
+    is_dsa: bool
+    architecture: str = ""
+    num_attention_heads: int = 0
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    index_topk: int = 0
+    index_kpool: int = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why a command cannot be served: what was asked, why not, and what would work."""
+
+    asked: str
+    reason: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.asked}: {self.reason}; {self.instead}."
