@@ -49,8 +49,10 @@ def run_ranks(
     if device_type == "cuda":
         _check_gpus(world_size)
     # Ranks are forked from a process that has imported the heavy packages once, and no thread of this one is copied.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "nsa_dcp.comm", "nsa_dcp.hf.engine", "nsa_dcp.hf.preload"])
+    # With GPUs they start afresh: importing a model's code may touch CUDA, which does not survive a fork.
+    context = multiprocessing.get_context("spawn" if device_type == "cuda" else "forkserver")
+    if device_type == "cpu":
+        context.set_forkserver_preload(["torch", "nsa_dcp.comm", "nsa_dcp.hf.engine", "nsa_dcp.hf.preload"])
     with tempfile.TemporaryDirectory(prefix="nsa-dcp-") as meeting_place:
         init_method = f"file://{Path(meeting_place) / 'ranks'}"
         processes, pipes = [], {}
