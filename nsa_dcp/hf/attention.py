@@ -113,6 +113,8 @@ class DcpAttention(nn.Module):
 
         heads = slice(None) if step.cp else self.own_heads
         q = self._absorbed_query(q_resid, position_embeddings, heads)
+        if q.is_cuda:
+            q = q.to(torch.bfloat16)  # FlashMLA's queries
         if step.cp:
             gathered = gather_rows(self.latents.layers[self.layer], step.cp.pages, self.ranks.dcp_group)
             out, _ = attend_selection(q, gathered, selection, self.sm_scale)
@@ -125,7 +127,7 @@ class DcpAttention(nn.Module):
                 self.ranks.dcp_group,
                 self.ranks.config.dcp_comm_backend,
             )
-        out = self._project(out, heads, reduce=step.cp is None).unsqueeze(0)
+        out = self._project(out.to(x.dtype), heads, reduce=step.cp is None).unsqueeze(0)
         return (out, None, selection) if self.returns_selection else (out, None)
 
     def _absorbed_query(

@@ -115,7 +115,8 @@ def load_model(directory: Path, dtype: str, device: torch.device) -> nn.Module:
 
     disable_progress_bar()
     # The eager experts read which of them are hit back to the host, which no graph can capture.
-    experts = "grouped_mm" if device.type == "cuda" else "eager"
+    on_gpu = "grouped_mm" if dtype == "bf16" else "batched_mm"
+    experts = on_gpu if device.type == "cuda" else "eager"
     loaded = "float32" if dtype == "float64" else dtype
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=COMPUTE_DTYPES[loaded], local_files_only=True, experts_implementation=experts

@@ -51,8 +51,8 @@ def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
         "--dtype",
         choices=("auto", "float64", "float32", "bf16"),
         default="auto",
-        help="of weights and activations. auto: bf16 on cuda; on cpu float32, and float64 with a rounding cache, so "
-        "that a byte never depends on the order of a sum",
+        help="of weights and activations; attention on cuda is bf16 in any case. auto: bf16 on cuda; on cpu float32, "
+        "and float64 with a rounding cache, so that a byte never depends on the order of a sum",
     )
     add("--disable-cuda-graph", action="store_true", help="run decode steps eagerly on cuda")
     add("--seed", type=int, default=0, help="of a tiny model's weights")

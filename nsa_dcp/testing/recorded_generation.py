@@ -21,9 +21,9 @@ def make_engine(
     return Engine(load_model(directory, dtype, device), join_groups(config, rank), cache)
 
 
-def generate_recorded(rank: int, _send, directory: Path, runs: list[dict]) -> list[dict]:
+def generate_recorded(rank: int, _send, runs: list[dict]) -> list[dict]:
     """Generate once per run; record tokens, logits, cache use, cached bytes by position, and quantised rows."""
-    return [_generate_recorded(rank, directory, **run) for run in runs]
+    return [_generate_recorded(rank, **run) for run in runs]
 
 
 def _generate_recorded(

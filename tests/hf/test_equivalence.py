@@ -31,6 +31,7 @@ def make_prompts(lens: tuple[int, ...] = PROMPT_LENS) -> list[list[int]]:
 
 def run(directory, config: DcpConfig, **changes) -> list[dict]:
     job = {
+        "directory": directory,
         "config": config,
         "cache": CacheConfig("float32", 4096),
         "dtype": "float32",
@@ -39,7 +40,7 @@ def run(directory, config: DcpConfig, **changes) -> list[dict]:
         "chunked_prefill_size": 8192,
         **changes,
     }
-    return [result[0] for result in run_ranks(generate_recorded, config.tp_size, (directory, [job]))]
+    return [result[0] for result in run_ranks(generate_recorded, config.tp_size, ([job],))]
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
