@@ -1,4 +1,4 @@
-"""CP-DCP prefill through sglang's own strategies, metadata and pools: each rank's rows are attention over all tokens."""
+"""CP-DCP prefill through sglang's own strategies, metadata and pools: a rank's rows are attention over all tokens."""
 
 import importlib.util
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_eight_ranks_of_which_some_have_no_token_of_a_request(make_cp_backend):
 def test_a_mixed_batch_is_spread_too(make_cp_backend, strategy):
     """Decode tokens are one-token extends: interleave deals them out, zigzag then splits nothing at all."""
     batch = simulation.CpBatch(2, [300, 64, 129], [1, 30, 1], mode="MIXED")
-    results, relayed = simulation.run_ranks(make_cp_backend, batch, strategy)
+    results, _ = simulation.run_ranks(make_cp_backend, batch, strategy)
     if strategy == "zigzag":
         for rows, (out,) in results:
             assert rows.tolist() == list(range(32))
@@ -100,7 +100,7 @@ def test_every_token_is_quantised_once_and_by_the_cache_write(make_cp_backend, m
 
     monkeypatch.setattr(dsa_backend, "quantize_k_cache", lambda *_: pytest.fail("the whole cache is quantised"))
     batch = simulation.CpBatch(2, [0], [200])
-    results, _ = simulation.run_ranks(make_cp_backend, batch, "interleave", rounds=1)
+    simulation.run_ranks(make_cp_backend, batch, "interleave", rounds=1)
     assert make_cp_backend.quantised == [200, 200]
 
 
