@@ -46,38 +46,60 @@ def _merge_partials_kernel(
     lse_stride_h,
     N: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """Partials are named, not a tensor axis: no reduction over them can cross threads, so nothing is exchanged.
+
+    (As an axis, Triton 3.6 spreads it over the warps, and every weight and sum goes through shared memory.)
+    """
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, BLOCK_D)
+    kept = head < num_heads
+    moved = kept[:, None] & (dim < D)[None, :]
+    lse_ptr += token * lse_stride_t + head.to(tl.int64) * lse_stride_h
+    out_ptr += token * out_stride_t + (head.to(tl.int64) * out_stride_h)[:, None] + dim[None, :]
 
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    for start in tl.static_range(0, N, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N).to(tl.int64)
-        held = (n < N)[:, None] & (head < num_heads)[None, :]
-        lse_at = n[:, None] * lse_stride_n + token * lse_stride_t + head[None, :] * lse_stride_h
-        lse = tl.load(lse_ptr + lse_at, mask=held, other=float("-inf"))
-        weights, m, shrink = partial_weights(lse, m)
-        out_at = n[:, None] * out_stride_n + token * out_stride_t + head[None, :] * out_stride_h
-        # An empty partial is not even loaded: its values may be NaN, and its bytes cost bandwidth.
-        read = (weights > 0.0)[:, :, None] & (dim < D)[None, None, :]
-        out = tl.load(out_ptr + out_at[:, :, None] + dim[None, None, :], mask=read, other=0.0).to(tl.float32)
-        acc = acc * shrink[:, None] + tl.sum(out * weights[:, :, None], axis=0)
-        denominator = denominator * shrink + tl.sum(weights, axis=0)
+    for start in tl.static_range(0, N, AT_ONCE):
+        lses = ()
+        outs = ()
+        for i in tl.static_range(AT_ONCE):
+            if start + i < N:
+                n = tl.full([], start + i, tl.int64)
+                lse = tl.load(lse_ptr + n * lse_stride_n, mask=kept, other=float("-inf"))
+                lses = lses + (tl.where((lse == lse) & (tl.abs(lse) != float("inf")), lse, float("-inf")),)
+        for i in tl.static_range(AT_ONCE):
+            if start + i < N:
+                n = tl.full([], start + i, tl.int64)
+                # An empty partial is not even loaded: its values may be NaN, and its bytes cost bandwidth.
+                read = moved & (lses[i] != float("-inf"))[:, None]
+                outs = outs + (tl.load(out_ptr + n * out_stride_n, mask=read, other=0.0),)
+        m_new = m
+        for i in tl.static_range(AT_ONCE):
+            if start + i < N:
+                m_new = tl.maximum(m_new, lses[i])
+        # With every partial empty the maximum is -inf, and -inf - -inf is NaN.
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        shrink = tl.exp(m - shift)
+        acc *= shrink[:, None]
+        denominator *= shrink
+        m = m_new
+        for i in tl.static_range(AT_ONCE):
+            if start + i < N:
+                weight = tl.exp(lses[i] - shift)
+                acc += outs[i].to(tl.float32) * weight[:, None]
+                denominator += weight
 
-    total = total_lse(m, denominator)
     acc = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
     row = token * num_heads + head
-    kept = head < num_heads
-    merged_at = row[:, None] * D + dim[None, :]
-    tl.store(merged_ptr + merged_at, acc.to(merged_ptr.dtype.element_ty), mask=kept[:, None] & (dim < D)[None, :])
-    tl.store(total_ptr + row, total, mask=kept)
+    tl.store(merged_ptr + (row * D)[:, None] + dim[None, :], acc.to(merged_ptr.dtype.element_ty), mask=moved)
+    tl.store(total_ptr + row, total_lse(m, denominator), mask=kept)
 
 
 def merge_partials(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +123,7 @@ def merge_partials(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, 
         *lse.stride(),
         N=num_partials,
         D=dim,
-        BLOCK_N=min(_PARTIALS_AT_ONCE, triton.next_power_of_2(num_partials)),
+        AT_ONCE=min(_PARTIALS_AT_ONCE, num_partials),
         BLOCK_H=block_h,
         BLOCK_D=block_d,
         num_warps=_NUM_WARPS,
