@@ -1,7 +1,8 @@
 """Kernels that write the caches (quantising once, straight into the rows a rank owns) and read them back.
 
-A program holds a few tokens, so that a prefill chunk's programs all run at once and every load is in flight. A token
-that is not written costs its slot load: its latent is neither loaded nor quantised.
+A program holds a few tokens, so that a prefill chunk's programs all run at once and every load is in flight. Where a
+rank owns a part of the tokens, one that is not written costs its slot load: its latent is neither loaded nor quantised.
+A rank that owns them all does not wait for the slots before it loads.
 
 Divisions are IEEE (`div_rn`), as the reference's are, so a byte does not depend on the device that quantised it.
 Triton's `/` would become a multiplication by the rounded 1/448 and an approximate reciprocal, each of which may be a
@@ -17,6 +18,8 @@ from nsa_dcp_kernels._checks import check
 
 _TOKENS_PER_PROGRAM = 4
 _NUM_WARPS = 4
+# Packing with few warps: a thread's loads are all in flight, and 8,192 tokens' programs fit an H200 at once.
+_PACK_WARPS = 2
 
 KV_LORA_RANK = tl.constexpr(kv_format.KV_LORA_RANK)
 QK_ROPE_HEAD_DIM = tl.constexpr(kv_format.QK_ROPE_HEAD_DIM)
@@ -53,8 +56,8 @@ def _owned_rows(slots_ptr, token, num_tokens, dcp_rank, DCP_SIZE: tl.constexpr, 
         row = token.to(tl.int64)
         owned = held
     else:
-        slot = tl.load(slots_ptr + token, mask=held, other=-1).to(tl.int64)
-        row = slot // (INTERLEAVE * DCP_SIZE) * INTERLEAVE + slot % INTERLEAVE
+        slot = tl.load(slots_ptr + token, mask=held, other=-1)
+        row = (slot // (INTERLEAVE * DCP_SIZE)).to(tl.int64) * INTERLEAVE + slot % INTERLEAVE
         owned = (slot >= 0) & (slot // INTERLEAVE % DCP_SIZE == dcp_rank)
     return row, owned
 
@@ -78,17 +81,18 @@ def _pack_latent_kernel(
     """fp8_ptr, scale_ptr and bf16_ptr are the cache as uint8, float32 and bfloat16."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row, owned = _owned_rows(slots_ptr, token, num_tokens, dcp_rank, DCP_SIZE, INTERLEAVE)
+    read = token < num_tokens if DCP_SIZE == 1 else owned
     token = token.to(tl.int64)
     tile = tl.arange(0, NUM_TILES)
 
     within = (tile * QUANT_TILE)[:, None] + tl.arange(0, QUANT_TILE)[None, :]
-    quantised_at = owned[:, None, None]
-    nope = tl.load(nope_ptr + (token * nope_stride)[:, None, None] + within[None, :, :], mask=quantised_at, other=0.0)
+    nope_at = (token * nope_stride)[:, None, None] + within[None, :, :]
+    nope = tl.load(nope_ptr + nope_at, mask=read[:, None, None], other=0.0)
     rope_dim = tl.arange(0, QK_ROPE_HEAD_DIM)[None, :]
-    rope = tl.load(rope_ptr + (token * rope_stride)[:, None] + rope_dim, mask=owned[:, None])
+    rope = tl.load(rope_ptr + (token * rope_stride)[:, None] + rope_dim, mask=read[:, None])
 
     bits, scale = _quantise(nope.to(tl.float32))
-    tl.store(fp8_ptr + (row * LATENT_BYTES)[:, None, None] + within[None, :, :], bits, mask=quantised_at)
+    tl.store(fp8_ptr + (row * LATENT_BYTES)[:, None, None] + within[None, :, :], bits, mask=owned[:, None, None])
     scales_at = (row * (LATENT_BYTES // 4) + KV_LORA_RANK // 4)[:, None] + tile[None, :]
     tl.store(scale_ptr + scales_at, scale, mask=owned[:, None])
     rope_at = (row * (LATENT_BYTES // 2) + ROPE_AT // 2)[:, None] + rope_dim
@@ -299,7 +303,7 @@ def _write_packed(
         DCP_SIZE=dcp_size,
         INTERLEAVE=interleave_size,
         BLOCK_T=_TOKENS_PER_PROGRAM,
-        num_warps=_NUM_WARPS,
+        num_warps=_PACK_WARPS,
     )
 
 
