@@ -64,5 +64,9 @@ def _has_ranks(count: int) -> bool:
 
 @functools.cache
 def _has_sglang() -> bool:
-    found = importlib.util.find_spec("sglang") is not None
-    return found and importlib.metadata.version("sglang") == SGLANG_VERSION
+    """Importable and of that version; a copy of the package without its metadata is of no known version."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return importlib.util.find_spec("sglang") is not None and version == SGLANG_VERSION

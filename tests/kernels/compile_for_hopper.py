@@ -14,7 +14,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from nsa_dcp_kernels._triton import kv_pack, lse_merge, page_gather, partial_pack
+from nsa_dcp_kernels._triton import (
+    index_logits,
+    index_query,
+    kv_pack,
+    latent_dequant,
+    localize,
+    lse_merge,
+    page_gather,
+    partial_pack,
+    schedule,
+    topk,
+)
 
 
 class HopperWithoutDevice:
@@ -77,9 +88,36 @@ def compile_page_gather() -> None:
         page_gather.remap_to_gathered(slots, torch.zeros(dcp_size, dtype=torch.int32), dcp_size, 64, 64)
 
 
+def compile_attention() -> None:
+    for num_tokens, width, dcp_size, parts in [(1, 64, 1, 132), (5, 192, 3, 66), (300, 2048, 8, 132)]:
+        slots = torch.zeros(num_tokens, width, dtype=torch.int32)
+        for overlaps in (False, True):
+            rows, length = localize.localize_topk(slots, dcp_size, 0, 1, plan_follows=overlaps)
+            schedule.plan_rows(rows, length, parts, 2 * parts, after_localize=overlaps)
+        localize.localize_topk(slots, 1, 0, 1, limit=length)
+    for num_rows in (1, 64):
+        latent_dequant.dequantise_latent(torch.zeros(num_rows, 656, dtype=torch.uint8))
+
+
+def compile_indexer() -> None:
+    for num_tokens, length, wanted in [(1, 100, 1), (2, 5000, 2048), (64, 70000, 2048)]:
+        context_lens = torch.zeros(num_tokens, dtype=torch.int32)
+        topk.select_topk(torch.zeros(1, 1).expand(num_tokens, length).contiguous(), context_lens, wanted)
+    for dtype, num_tokens, num_heads, pages in [(torch.bfloat16, 1, 64, 2), (torch.float32, 3, 5, 16)]:
+        q, weights = torch.zeros(num_tokens, num_heads, 128, dtype=dtype), torch.zeros(num_tokens, num_heads)
+        table, row = torch.zeros(1, pages, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int32)
+        index_query.quantise_queries(q, weights)
+        index_query.list_pages(table, row, row, pages, pages)
+        index_query.erase_past_(torch.zeros(num_tokens, 64 * pages), row)
+        for cache in (torch.zeros(pages, 64 * 132, dtype=torch.uint8), torch.zeros(64 * pages, 128, dtype=dtype)):
+            index_logits.score_index(q, weights, cache, table, row, row, 64 * pages)
+
+
 if __name__ == "__main__":
     triton.runtime.driver.set_active(HopperWithoutDevice())
     JITFunction.run = compile_instead_of_launching(JITFunction.run)
     compile_merges()
     compile_cache_writes()
     compile_page_gather()
+    compile_attention()
+    compile_indexer()

@@ -7,15 +7,23 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 KERNELS = {
+    "_dequantise_kernel",
+    "_erase_past_kernel",
     "_gather_index_keys_kernel",
     "_gather_pages_kernel",
+    "_list_pages_kernel",
+    "_localize_kernel",
     "_merge_packed_kernel",
     "_merge_partials_kernel",
     "_pack_latent_kernel",
     "_pack_partials_kernel",
+    "_quantise_queries_kernel",
     "_remap_to_gathered_kernel",
     "_scatter_index_keys_kernel",
     "_scatter_plain_kernel",
+    "_schedule_kernel",
+    "_score_page_kernel",
+    "_select_kernel",
     "_unpack_latent_kernel",
     "_unpack_partials_kernel",
 }
