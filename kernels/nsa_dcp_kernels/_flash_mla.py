@@ -214,6 +214,8 @@ def _attend_unplanned(
     meta = hold_schedule(None)
     attended = launch_packed(q, kv_rows, rows, sm_scale, meta)
     if not torch.cuda.is_current_stream_capturing():
+        # A warm-up of few rows is one for the graphs of many, too.
+        schedule_is_understood(q.device, q.shape[1])
         # Other streams will read it without an event to wait for.
         torch.cuda.current_stream(q.device).synchronize()
         _own_schedules[key] = meta
