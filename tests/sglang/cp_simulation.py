@@ -67,17 +67,16 @@ class RelayedGroup:
 
 
 @pytest.fixture
-def make_cp_backend(model_path, on_hopper, registered, monkeypatch):
-    """A function that builds the CP-DCP backend of one rank around a real pool, in a published context of its own."""
+def make_cp_runner(model_path, on_hopper, registered, monkeypatch):
+    """A function that publishes one rank's configuration, and returns a runner with its pool and allocator."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
     from sglang.srt.layers.cp import base as cp_base
     from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, reset_context
     from sglang.srt.server_args import ServerArgs
 
-    from nsa_dcp.sglang_plugin import cp_zigzag
-    from nsa_dcp.sglang_plugin.cp_backend import CpDcpSparseAttnBackend
     from nsa_dcp_kernels import pack_latent
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
@@ -96,7 +95,7 @@ def make_cp_backend(model_path, on_hopper, registered, monkeypatch):
     monkeypatch.setattr(memory_pool, "quantize_k_cache_separate", quantise)
     path = model_path(num_attention_heads=HEADS, num_key_value_heads=HEADS, index_topk=TOPK)
 
-    def build(group, strategy="interleave", kv_format="fp8", comm_backend="a2a", rows=640, buffer_pages=64):
+    def build(group, strategy="interleave", kv_format="fp8", comm_backend="a2a", rows=640, **more):
         cp_size, dtype = group.world_size, torch.float8_e4m3fn if kv_format == "fp8" else torch.bfloat16
         server_args = ServerArgs(
             model_path=path,
@@ -110,6 +109,7 @@ def make_cp_backend(model_path, on_hopper, registered, monkeypatch):
             attention_backend="nsa",
             kv_cache_dtype="fp8_e4m3" if kv_format == "fp8" else "bfloat16",
             dcp_comm_backend=comm_backend,
+            **more,
         )
         reset_context()
         publish(server_args, role="test", ranks=SpawnRanks(world_rank=group.rank_in_group, dp_rank=None))
@@ -130,24 +130,47 @@ def make_cp_backend(model_path, on_hopper, registered, monkeypatch):
         )
         for buffer in pool.kv_buffer:
             buffer.view(torch.uint8).fill_(0xFF)
-        runner = SimpleNamespace(
+        allocator = PagedTokenToKVPoolAllocator(
+            rows * cp_size, page_size=64 * cp_size, dtype=dtype, device="cpu", kvcache=pool, need_sort=False
+        )
+        return SimpleNamespace(
+            server_args=server_args,
             device="cpu",
             page_size=64,
             is_draft_worker=False,
+            max_running_requests=16,
+            prefill_attention_backend_str="nsa",
+            decode_attention_backend_str="nsa",
+            token_to_kv_pool_allocator=allocator,
             model_config=model_config_of(server_args),
             token_to_kv_pool=pool,
             req_to_token_pool=SimpleNamespace(req_to_token=None, size=16),
             hisparse_coordinator=None,
             kv_cache_dtype=dtype,
         )
-        if strategy == "zigzag":
-            cp_zigzag.open_doors(cp_base.get_cp_strategy())
-        return CpDcpSparseAttnBackend(runner, group, comm_backend, buffer_pages)
 
     build.quantised = quantised
     yield build
     cp_base._STRATEGY = None
     reset_context()
+
+
+@pytest.fixture
+def make_cp_backend(make_cp_runner):
+    """A function that builds the CP-DCP backend of one rank, in a published context of its own."""
+    from sglang.srt.layers.cp.base import get_cp_strategy
+
+    from nsa_dcp.sglang_plugin import cp_zigzag
+    from nsa_dcp.sglang_plugin.cp_backend import CpDcpSparseAttnBackend
+
+    def build(group, strategy="interleave", kv_format="fp8", comm_backend="a2a", buffer_pages=64):
+        runner = make_cp_runner(group, strategy, kv_format, comm_backend)
+        if strategy == "zigzag":
+            cp_zigzag.open_doors(get_cp_strategy())
+        return CpDcpSparseAttnBackend(runner, group, comm_backend, buffer_pages)
+
+    build.quantised = make_cp_runner.quantised
+    return build
 
 
 @dataclasses.dataclass

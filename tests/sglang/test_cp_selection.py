@@ -22,7 +22,8 @@ def load(name):
 
 
 simulation, row_split = load("cp_simulation"), load("test_row_split")
-make_cp_backend, select_all = simulation.make_cp_backend, row_split.select_all
+make_cp_runner, make_cp_backend = simulation.make_cp_runner, simulation.make_cp_backend
+select_all = row_split.select_all
 TOPK = row_split.TOPK
 
 MIXES = {
