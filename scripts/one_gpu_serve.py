@@ -9,6 +9,9 @@ Compare reports with one_gpu_compare.py. A config is `tpN-dcpM`, then any of
     a2a, ag_rs     the exchange between ranks
     qrep, noqrep   --dcp-replicate-q-proj on or off
     dpN            attention data parallelism
+    cpi, cpz       prefill context parallelism over all ranks, tokens dealt by interleave or zigzag
+    slice          with those, decode runs a slice of the attention weights on each rank
+    mixed          prefill batches take decode tokens along
     bf16           a bfloat16 cache; FP8 without it
     nograph        no decode graphs
     nextn          speculation with the model's own draft layer
@@ -43,6 +46,8 @@ PROFILED_STEPS, PROFILED_TOKENS = 8, 96
 POOL_TOKENS = {False: 24576, True: 8192}
 SINGLES = (1, 63, 64, 65, 2047, 2049, 9000)
 MIXED = (5, 17, 64, 65, 129, 300, 511, 512, 513, 700, 1000, 1500, 2047, 2048, 2300, 3000)
+# Fewer tokens than ranks, among long ones: a context-parallel rank then has no token of some requests.
+UNEVEN = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 100, 640, 1025, 2047, 3000, 9000)
 # At DCP 8 a page of the radix cache is 512 tokens: four of them.
 PREFIX, AFTER_PREFIX = 2100, 100
 START_TIMEOUT_S, FIRST_REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S, EXIT_TIMEOUT_S = 300, 400, 180, 60
@@ -73,6 +78,10 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
         "ag_rs": "--dcp-comm-backend ag_rs",
         "qrep": "--dcp-replicate-q-proj",
         "noqrep": "--no-dcp-replicate-q-proj",
+        "cpi": f"--enable-prefill-cp --cp-strategy interleave --attn-cp-size {tp_size}",
+        "cpz": f"--enable-prefill-cp --cp-strategy zigzag --attn-cp-size {tp_size}",
+        "slice": "--enable-cp-decode-attn-tp",
+        "mixed": "--enable-mixed-chunk",
         "nextn": "--speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-eagle-topk 1 "
         "--speculative-num-draft-tokens 3",
     }
@@ -235,6 +244,7 @@ def ask_everything(server: Server, retract: bool) -> dict[str, list[dict]]:
         ask(server, "and more", shared + prompt(AFTER_PREFIX, 3)),
     ]
     scenes["at once"] = ask_at_once(server, {f"{length} tokens at once": prompt(length, 4) for length in MIXED})
+    scenes["uneven"] = ask_at_once(server, {f"{length} tokens uneven": prompt(length, 7) for length in UNEVEN})
     # By now more slots than one rank has rows were handed out; what the first answers left behind may be overwritten.
     scenes["again"] = [ask(server, f"{length} tokens again", prompt(length, 1)) for length in (2049, 65)]
     return scenes

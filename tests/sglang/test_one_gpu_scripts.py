@@ -153,6 +153,8 @@ def test_rounding_comes_from_two_stock_servers(tmp_path):
         ("tp4-dcp2-bf16-dp2", ["flashmla_kv", "--kv-cache-dtype bfloat16", "--attn-dp-size 2"], ["fp8_e4m3"]),
         ("tp2-dcp2-a2a-noqrep-nextn", ["--no-dcp-replicate-q-proj", "NEXTN"], []),
         ("tp4-dcp4-retract", ["--max-total-tokens 2048"], []),
+        ("tp4-dcp4-cpi-slice", ["--cp-strategy interleave --attn-cp-size 4", "--enable-cp-decode-attn-tp"], ["zigzag"]),
+        ("tp8-dcp8-cpz-mixed", ["--cp-strategy zigzag --attn-cp-size 8", "--enable-mixed-chunk"], ["decode-attn-tp"]),
     ],
 )
 def test_a_config_says_how_its_server_is_started(config, present, absent):
@@ -254,9 +256,22 @@ def unused_port():
         "tp4-dcp2-dp2",
         "tp2-dcp2-nextn-noqrep",
         "tp4-dcp4-a2a-qrep",
+        "tp4-dcp4-cpi",
+        "tp2-dcp2-cpi-mixed-nextn-bf16-nograph",
     ],
 )
 def test_sglang_accepts_the_command(tmp_path, config, model):
+    assert_accepted(tmp_path, config, model)
+
+
+@pytest.mark.sglang
+@pytest.mark.usefixtures("registered", "on_hopper")
+@pytest.mark.parametrize("config", ["tp8-dcp8-cpi-slice-ag_rs", "tp8-dcp8-cpz-slice", "tp4-dcp4-cpi-slice-nextn"])
+def test_sglang_accepts_the_command_for_glm(tmp_path, config):
+    assert_accepted(tmp_path, config, "glm-mtp" if "nextn" in config else "glm")
+
+
+def assert_accepted(tmp_path, config, model):
     import argparse
 
     from sglang.srt.arg_groups.overrides import resolving_view
