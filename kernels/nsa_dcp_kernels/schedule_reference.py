@@ -35,6 +35,8 @@ import torch
 BLOCK = 64
 # What walking one more row costs a part, in blocks: its queries' load and its output's store.
 PIECE_COST = 2
+# Where a part may hold two rows, a smaller load would put two cuts into one gap, and a part between them with no block.
+LEAST_SHARED = PIECE_COST + 1
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def _balance_groups(blocks: torch.Tensor, parts: int, size: int) -> Balance:
     if size == 2:
         padded = torch.nn.functional.pad(blocks, (0, len(blocks) % 2))
         groups = padded[0::2] + padded[1::2] + PIECE_COST * (padded[1::2] > 0)
-    load = 1
+    load = 1 if size == 1 else LEAST_SHARED
     while _count_pieces(groups, load) > parts:
         load += 1
     if size == 1:
@@ -97,7 +99,7 @@ def _balance_groups(blocks: torch.Tensor, parts: int, size: int) -> Balance:
 
 
 def _balance_evenly(blocks: torch.Tensor, parts: int, crowded: bool) -> Balance:
-    load, width2 = 1, _even_widths(blocks, 1, crowded)
+    load, width2 = LEAST_SHARED, _even_widths(blocks, LEAST_SHARED, crowded)
     while int(width2.sum()) > 2 * load * parts:
         load += 1
         width2 = _even_widths(blocks, load, crowded)

@@ -59,6 +59,9 @@ def check_plan(plan: SparsePlan, compact: torch.Tensor, parts: int) -> None:
     assert plan.num_splits[0] == 0
     # FlashMLA's scratch has one entry per row and one per part.
     assert plan.num_splits[-1] <= num_rows + parts
+    for first, last, begin, end, *_ in plan.schedule.tolist():
+        # A part that ends before it begins has no meaning to FlashMLA.
+        assert first == num_rows or (first <= last < num_rows and (first < last or begin < end))
     for row, pieces in enumerate(walk(plan)):
         indices = plan.rows[row]
         kept = compact[row, : int(plan.length[row])]
@@ -82,7 +85,7 @@ def compact_rows(lengths: list[int], width: int) -> tuple[torch.Tensor, torch.Te
 
 @st.composite
 def launches(draw: st.DrawFn) -> tuple[list[int], int, int]:
-    parts = draw(st.integers(1, 9))
+    parts = draw(st.integers(1, 24))
     width = 64 * draw(st.sampled_from([1, 2, 3, 8, 32]))
     anywhere = st.integers(0, width)
     special = st.sampled_from([min(width, length) for length in SKEWED])
@@ -99,6 +102,13 @@ def test_every_block_is_walked_once(launch):
     rows, length = compact_rows(lengths, width)
     (plan,) = plan_rows(rows, length, parts)
     check_plan(plan, rows, parts)
+
+
+def test_a_long_row_behind_a_short_one_with_parts_to_spare_has_no_empty_part():
+    """Two cuts once fell into the gap before the long row, and FlashMLA was given a part that ends before it begins."""
+    rows, length = compact_rows([300, 64, 0, 64, 0, 512, 0, 0, 1, 0], 512)
+    (plan,) = plan_rows(rows, length, 18)
+    check_plan(plan, rows, 18)
 
 
 @pytest.mark.parametrize(

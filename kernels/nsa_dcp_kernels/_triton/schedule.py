@@ -15,6 +15,7 @@ from nsa_dcp_kernels import schedule_reference
 
 BLOCK = tl.constexpr(schedule_reference.BLOCK)
 PIECE_COST = tl.constexpr(schedule_reference.PIECE_COST)
+LEAST_SHARED = tl.constexpr(schedule_reference.LEAST_SHARED)
 # A float32 this large has no bits below one: adding it rounds, and leaves the integer in the low bits.
 ROUNDS = tl.constexpr(8388608.0)
 ROUNDS_BITS = tl.constexpr(0x4B000000)
@@ -183,6 +184,7 @@ def _schedule_kernel(
         first_load, second_load = _smallest_loads(groups, blocks, two, parts, shares, True, LOAD_BITS, WIDE)
     else:
         first_load, second_load = _smallest_loads(groups, blocks, groups, parts, shares, False, LOAD_BITS, WIDE)
+    second_load = tl.maximum(second_load, LEAST_SHARED)
     if 4 * num_rows <= 3 * parts:
         # Up to two blocks more per part, where that leaves a quarter of the parts idle.
         pieces = _count_pieces(groups, first_load) + (_count_pieces(groups, first_load + 1) << 10)
