@@ -107,7 +107,7 @@ def test_selections_are_those_of_a_cpu_engine(directories):
             share = common / int((want >= 0).sum())
             print(f"{name}, indexer {call}: {share:.4f} of {want.shape[0]} rows' selections in common")
             # Of unrelated scores, 64 of 300 positions would agree by a fifth.
-            assert share > 0.93, f"{name}, indexer {call}"
+            assert share > 0.9, f"{name}, indexer {call}"
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=pytest.mark.multi_gpu(n)) for n in (2, 4, 8)])
