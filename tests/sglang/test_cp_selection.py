@@ -5,6 +5,7 @@ The batch's lengths, page tables, offsets and key ranges are filtered for the ra
 """
 
 import importlib.util
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,7 +93,22 @@ def test_each_row_selects_its_own_requests_tokens(make_cp_backend, select_all, r
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("mix", MIXES)
 def test_what_is_filtered_is_filtered_by_one_index(make_cp_backend, mix, rank):
-    strategy, prefixes, extends = MIXES[mix]
+    assert_filtered_by_one_index(make_cp_backend, rank, *MIXES[mix])
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("strategy", ["interleave", "zigzag"])
+def test_any_mix_is_filtered_by_one_index(make_cp_backend, strategy, seed):
+    draw = random.Random(seed)
+    shortest = 8 if strategy == "zigzag" else 1
+    extends = [draw.choice([shortest, draw.randint(shortest, 40)]) for _ in range(draw.randint(1, 6))]
+    extends[-1] = max(extends[-1], 5)
+    prefixes = [draw.choice([0, 63, 64, draw.randint(1, 200)]) for _ in extends]
+    for rank in range(4):
+        assert_filtered_by_one_index(make_cp_backend, rank, strategy, prefixes, extends)
+
+
+def assert_filtered_by_one_index(make_cp_backend, rank, strategy, prefixes, extends):
     batch = simulation.CpBatch(4, prefixes, extends)
     backend = make_cp_backend(simulation.RelayedGroup(4).rank(rank), strategy)
     forward, strategy = prepared(backend, batch)
