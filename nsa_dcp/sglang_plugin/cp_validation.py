@@ -34,7 +34,7 @@ def find_context_parallel_problems(settings: ServerSettings, model: ModelFacts, 
         *_strategy_problems(settings, model),
         *_group_problems(settings, model, max_heads),
         *_slice_problems(settings, model),
-        *_weight_problems(settings),
+        *_backend_problems(settings),
     ]
 
 
@@ -131,8 +131,17 @@ def _slice_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem
     return problems
 
 
-def _weight_problems(settings: ServerSettings) -> list[Problem]:
+def _backend_problems(settings: ServerSettings) -> list[Problem]:
     problems = []
+    names = (settings.prefill_attention_backend, settings.decode_attention_backend)
+    if None not in names and names[0] != names[1]:
+        problems.append(
+            Problem(
+                f"attention backends {names[0]} for prefill and {names[1]} for decode",
+                "they are one backend, and sglang would build it twice",
+                "use --attention-backend nsa alone",
+            )
+        )
     if settings.dcp_replicate_q_proj:
         problems.append(
             Problem(
