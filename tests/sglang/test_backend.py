@@ -66,9 +66,10 @@ def problem(dcp_size, num_tokens, seed=0):
     slots[0] = num_slots - 1
     codes = torch.randint(-8, 9, (len(slots), 512), generator=generator).float()
     codes[:, ::128] = 448.0
-    k_nope = (codes / 256).to(torch.bfloat16)
+    k_nope = (codes / 4).to(torch.bfloat16)
     k_rope = torch.randn(len(slots), 64, generator=generator).to(torch.bfloat16)
     q = torch.randn(num_tokens, HEADS, 576, generator=generator).to(torch.bfloat16)
+    q[..., :512:128] = 0.0  # or the scales' 112 would decide every score
     chosen = torch.randint(0, len(slots), (num_tokens, TOPK), generator=generator)
     selection = slots[chosen].to(torch.int32)
     selection[torch.rand(num_tokens, TOPK, generator=generator) < 0.3] = -1
