@@ -6,6 +6,7 @@ import torch
 
 from nsa_dcp import indexer
 from nsa_dcp.config import CacheConfig, DcpConfig
+from nsa_dcp.hf import attention
 from nsa_dcp.hf.checkpoint import load_model
 from nsa_dcp.hf.engine import Engine
 from nsa_dcp.hf.ranks import join_groups
@@ -46,6 +47,7 @@ def _generate_recorded(
     logits: dict[int, list[torch.Tensor]] = {}
     requests: list = []
     quantised = _count_quantised_tiles()
+    calls = _record_selections()
 
     def record(request, row: torch.Tensor) -> None:
         if not any(request is known for known in requests):
@@ -60,7 +62,39 @@ def _generate_recorded(
         "usage": engine.usage(),
         "rows": [_rows_by_position(engine, request) for request in requests],
         "latent_tiles_quantised": quantised["latent"],
+        "selections": _selections_by_row(engine, requests, calls),
     }
+
+
+def _record_selections() -> list[tuple]:
+    """Keep what every scoring call of this process was given and selected."""
+    calls = []
+
+    def recording(select):
+        def run(q, weights, index_cache, index_pages, row_request, context_lens, *args, **kwargs):
+            selected = select(q, weights, index_cache, index_pages, row_request, context_lens, *args, **kwargs)
+            first_pages = index_pages[row_request.long(), 0]
+            calls.append((index_cache, first_pages.cpu(), context_lens.cpu(), selected.cpu()))
+            return selected
+
+        return run
+
+    for name in ("select_positions", "select_positions_row_split"):
+        # Of the module itself: an earlier run of this process may have left a recorder in the attention's names.
+        setattr(attention, name, recording(getattr(indexer, name)))
+    return calls
+
+
+def _selections_by_row(engine: Engine, requests: list, calls: list[tuple]) -> dict[tuple[int, int, int], list[int]]:
+    """(request, layer, query position) -> selected positions, for the rows that this rank was given all of."""
+    request_of = {request.pages[0] * engine.ranks.config.dcp_size: number for number, request in enumerate(requests)}
+    layer_of = {cache.data_ptr(): layer for layer, cache in engine.index_keys.layers.items()}
+    selections = {}
+    for index_cache, first_pages, context_lens, selected in calls:
+        layer = layer_of[index_cache.data_ptr()]
+        for page, length, row in zip(first_pages.tolist(), context_lens.tolist(), selected.tolist()):
+            selections[request_of[page], layer, length - 1] = [position for position in row if position >= 0]
+    return selections
 
 
 def _count_quantised_tiles() -> dict[str, int]:
