@@ -1,6 +1,7 @@
 """The `nsa-dcp` command."""
 
 import argparse
+import os
 import sys
 
 from nsa_dcp import __version__
@@ -25,7 +26,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command. A refusal is one sentence on standard error and exit status 2."""
     args = build_parser().parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader has seen enough, as in `nsa-dcp plan ... | head`. Python would complain once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, NotImplementedError, RuntimeError) as error:
         print(f"nsa-dcp: {error}", file=sys.stderr)
         return 2

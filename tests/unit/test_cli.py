@@ -1,0 +1,35 @@
+"""The command as a whole: what every subcommand shares."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from nsa_dcp.cli import build_parser, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_subcommand_says_what_it_does():
+    listed = build_parser().format_help()
+    for name in ("generate", "plan", "model", "doctor"):
+        assert name in listed
+
+
+def test_a_refusal_goes_to_standard_error_without_a_traceback(capsys):
+    assert main(["plan", "--preset", "glm-5.2", "--gpu-memory-gib", "-1"]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert "gpu_memory_gib must be" in printed.err and "Traceback" not in printed.err
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [sys.executable, "-m", "nsa_dcp.cli", "plan", "--preset", "glm-5.2", "--gpu-memory-gib", "60", "--json"]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=ROOT, text=True
+    )
+    running.stdout.close()
+    errors = running.stderr.read()
+    assert running.wait(timeout=60) == 0
+    assert "Traceback" not in errors and "BrokenPipeError" not in errors
