@@ -11,6 +11,7 @@ page of `page_size` rows on every rank, and `dcp_size` consecutive pages of the 
 import torch
 
 from nsa_dcp_kernels.kv_format import PAGE_SIZE
+from nsa_dcp_kernels.reference import slot_rows
 
 
 def owner_of(slots: torch.Tensor, dcp_size: int, interleave_size: int = 1) -> torch.Tensor:
@@ -29,8 +30,7 @@ def owner_of(slots: torch.Tensor, dcp_size: int, interleave_size: int = 1) -> to
 
 def row_of(slots: torch.Tensor, dcp_size: int, interleave_size: int = 1) -> torch.Tensor:
     """Return the row of each slot (or position) in its owner's cache (or among its owner's tokens). -1 for "none"."""
-    rows = slots // (interleave_size * dcp_size) * interleave_size + slots % interleave_size
-    return torch.where(slots >= 0, rows, -1)
+    return torch.where(slots >= 0, slot_rows(slots, dcp_size, interleave_size), -1)
 
 
 def local_seq_lens(seq_lens: torch.Tensor, dcp_size: int, dcp_rank: int, interleave_size: int = 1) -> torch.Tensor:

@@ -154,9 +154,7 @@ class DcpAttention(nn.Module):
     def _write(self, step: Step, new_keys: list[torch.Tensor]) -> None:
         """Cache the step's tokens; in a token-sharded step the ranks exchange theirs first, unquantised."""
         if step.cp:
-            rows = torch.cat(new_keys, dim=-1)
-            padded = F.pad(rows, (0, 0, 0, step.cp.longest - rows.shape[0]))
-            rows = comm.all_gather(padded, self.ranks.tp_group).flatten(0, 1)[step.cp.restore]
+            rows = step.cp.gather_tokens(torch.cat(new_keys, dim=-1), self.ranks.tp_group)
             new_keys = list(rows.split([part.shape[1] for part in new_keys], dim=-1))
         self.latents.write(self.layer, new_keys[0].contiguous(), new_keys[1].contiguous(), step.slots)
         if self.indexer is not None:

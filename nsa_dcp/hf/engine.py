@@ -118,8 +118,7 @@ class Engine:
             step=step,
         ).last_hidden_state[0]
         if step.cp:
-            padded = nn.functional.pad(hidden, (0, 0, 0, step.cp.longest - hidden.shape[0]))
-            hidden = comm.all_gather(padded, self.ranks.tp_group).flatten(0, 1)[step.cp.restore]
+            hidden = step.cp.gather_tokens(hidden, self.ranks.tp_group)
         return self.model.lm_head(hidden[step.last_rows])
 
     def admit(self, request: Request, max_new_tokens: int) -> bool:

@@ -56,11 +56,19 @@ class StaticDecode:
         """Run one decode step.
 
         Args:
-            extends: as for `Engine.forward`; `fits` must hold.
+            extends: as for `Engine.forward`.
 
         Returns:
             [B, vocab] logits. Overwritten by the next call.
+
+        Raises:
+            ValueError: the step does not fit the buffers.
         """
+        if not self.fits(extends):
+            raise ValueError(
+                f"extends must be at most {self.max_batch} single tokens in contexts of at most "
+                f"{self.max_context_len}, got {[(len(extend.token_ids), extend.end) for extend in extends]}"
+            )
         self._fill(build_step(extends, self.engine.ranks, self.engine.allocator.num_pages, self.engine.device))
         if self.graph is None:
             return self.engine.run(self.buffers)[: len(extends)]

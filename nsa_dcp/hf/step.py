@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_dcp import cp_layout
+from nsa_dcp import comm, cp_layout
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.layout import index_page_table, pages_for, slots_at
 from nsa_dcp.prefill import GatheredPages, plan_pages
@@ -42,6 +42,19 @@ class ContextParallelStep:
     restore: torch.Tensor
     longest: int
     pages: GatheredPages
+
+    def gather_tokens(self, share: torch.Tensor, group: comm.Group) -> torch.Tensor:
+        """Put the ranks' shares of the chunk's tokens together.
+
+        Args:
+            share: [T_local, D]. This rank's tokens.
+            group: the context-parallel ranks.
+
+        Returns:
+            [T, D], in the chunk's order.
+        """
+        padded = torch.nn.functional.pad(share, (0, 0, 0, self.longest - share.shape[0]))
+        return comm.all_gather(padded, group).flatten(0, 1)[self.restore]
 
 
 @dataclass(frozen=True)

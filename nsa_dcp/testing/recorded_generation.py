@@ -13,6 +13,9 @@ from nsa_dcp.hf.ranks import join_groups
 from nsa_dcp.hf.static_decode import StaticDecode
 from nsa_dcp_kernels import reference
 
+# An earlier run of this process may have left its counter in the module's name.
+_quantise_tiles = reference.quantise_tiles
+
 
 def make_engine(
     rank: int, directory: Path, dtype: str, config: DcpConfig, cache: CacheConfig, device_type: str = "cpu"
@@ -100,12 +103,11 @@ def _selections_by_row(engine: Engine, requests: list, calls: list[tuple]) -> di
 def _count_quantised_tiles() -> dict[str, int]:
     """Count the latent tiles that go through the one quantiser, by wrapping it in this process."""
     counted = {"latent": 0}
-    original = reference.quantise_tiles
 
     def counting(tiles: torch.Tensor):
         if tiles.dim() == 3:  # latents come as [T, 4, 128], index keys as [T, 128]
             counted["latent"] += tiles.shape[0] * tiles.shape[1]
-        return original(tiles)
+        return _quantise_tiles(tiles)
 
     reference.quantise_tiles = counting
     return counted

@@ -62,3 +62,5 @@ def test_what_does_not_fit_is_told(engine):
     assert not static.fits([Extend(token, 100, [1, 2])])
     assert not static.fits([Extend(token, 9, [1])] * 3)
     assert not static.fits([Extend(torch.tensor([8, 9]), 9, [1])])
+    with pytest.raises(ValueError, match="at most 2 single tokens in contexts of at most 100, got"):
+        static.forward([Extend(token, 100, [1, 2])])
