@@ -62,22 +62,33 @@ def walk_everything(slots: torch.Tensor, dcp_size: int, q: torch.Tensor, cache: 
 def bench_attention(
     cache: torch.Tensor, num_tokens: int, heads: int, dcp_size: int, skewed: bool = False
 ) -> Iterator[Record]:
-    """The whole of a layer that makes its own selection: localise, schedule, attend."""
+    """The whole of a layer that makes its own selection: localise, schedule, attend.
+
+    As a step calls it: the plan is made with the localisation, and an empty row's lse is left to the merge. The stock
+    side localises as well, and leaves the lse alike. "public lse" is the default call: planned by the layer, -inf.
+    """
     draw = draw_skewed_slots if skewed else draw_slots
     sets = [(draw_queries(num_tokens, heads), draw(num_tokens, dcp_size)) for _ in range(SETS)]
     valid = [int(localize_topk(slots, dcp_size, 0)[1].sum()) for _, slots in sets]
     cost = attention_cost(sum(valid) // SETS, num_tokens, heads)
     case = f"b={num_tokens} heads={heads} " + ("skewed" if skewed else f"dcp={dcp_size}")
     ours = [
-        lambda q=q, slots=slots: attend_selection(q, cache, localize_selection(slots, dcp_size, 0), SM_SCALE)
+        lambda q=q, slots=slots: attend_selection(
+            q, cache, localize_selection(slots, dcp_size, 0, planned_heads=heads), SM_SCALE, raw_lse=True
+        )
         for q, slots in sets
     ]
     yield Record("attention fp8, planned", case, time_calls(ours), *cost)
+    default = [
+        lambda q=q, slots=slots: attend_selection(q, cache, localize_selection(slots, dcp_size, 0), SM_SCALE)
+        for q, slots in sets
+    ]
+    yield Record("attention fp8, planned, public lse", case, time_calls(default), *cost)
     stock = [walk_everything(slots, dcp_size, q, cache) for q, slots in sets]
     yield Record("attention fp8, stock schedule", case, time_calls(stock), *cost)
     selections = [localize_selection(slots, dcp_size, 0) for _, slots in sets]
     reused = [
-        lambda q=q, selection=selection: attend_selection(q, cache, selection, SM_SCALE)
+        lambda q=q, selection=selection: attend_selection(q, cache, selection, SM_SCALE, raw_lse=True)
         for (q, _), selection in zip(sets, selections)
     ]
     yield Record("attention fp8, plan reused", case, time_calls(reused), *cost)

@@ -21,6 +21,8 @@ _INSTALL = "pip install 'nsa-dcp[cuda]'"
 _PAGE_SIZE = 64
 # Indices per row that the bf16 kernel takes a multiple of.
 _BF16_WIDTH = 128
+# Rows of 64 heads, times dcp_size, below which a plan costs more than the blocks it saves (docs/performance.md).
+_PLANNED_ROWS = 32
 # Dequantising is weighed past one launch's rows with 64 heads ...
 _DEQUANTISE_TOKENS = 265
 # ... for as many cache rows per query token as attending to bf16 saves the time of (docs/performance.md) ...
@@ -90,7 +92,7 @@ def attend_sparse(
     from nsa_dcp_kernels._triton.localize import localize_topk
 
     rows, length = localize_topk(topk_rows, 1, 0, 1, limit=topk_length)
-    return attend_compact(q, kv_rows, rows, length, sm_scale, {})
+    return attend_compact(q, kv_rows, rows, length, sm_scale, {}, None)
 
 
 def attend_compact(
@@ -100,6 +102,8 @@ def attend_compact(
     length: torch.Tensor,
     sm_scale: float,
     plans: dict[int, list[SparsePlan]],
+    dcp_size: int | None,
+    raw_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to rows whose valid entries stand first.
 
@@ -108,6 +112,8 @@ def attend_compact(
         rows: [T, K] int32, -1 behind the valid entries.
         length: [T] int32.
         plans: what was planned for these rows before, by padded head count. Filled in.
+        dcp_size: ranks that the rows' selections are spread over, None where that is not known.
+        raw_lse: leave the lse of an empty row at FlashMLA's +inf, which saves a launch.
     """
     num_tokens, num_heads, _ = q.shape
     heads = pad_heads(num_heads)
@@ -122,13 +128,18 @@ def attend_compact(
 
         kv_rows = dequantise_latent(kv_rows)
     if kv_rows.dtype == torch.uint8:
-        if heads not in plans:
-            rows = F.pad(rows, (0, -rows.shape[1] % BLOCK), value=-1) if rows.shape[1] % BLOCK else rows
-            plans[heads] = plan_rows(rows.contiguous(), length, count_parts(num_sms, heads))
-        out, lse = _attend_packed(q, kv_rows, plans[heads], sm_scale)
+        if rows.shape[1] % BLOCK:
+            rows = F.pad(rows, (0, -rows.shape[1] % BLOCK), value=-1)
+        if planning_pays(num_tokens, heads, dcp_size):
+            if heads not in plans:
+                plans[heads] = plan_rows(rows.contiguous(), length, count_parts(num_sms, heads))
+            out, lse = _attend_packed(q, kv_rows, plans[heads], sm_scale)
+        else:
+            out, lse = _attend_unplanned(q, kv_rows, rows.contiguous(), sm_scale)
     else:
         out, lse = _attend_bf16(q, kv_rows, rows, length, sm_scale)
-    lse = lse.nan_to_num_(nan=float("nan"), posinf=float("-inf"), neginf=float("-inf"))
+    if not raw_lse:
+        lse = lse.nan_to_num_(nan=float("nan"), posinf=float("-inf"), neginf=float("-inf"))
     if heads != num_heads:
         out, lse = out[:, :num_heads].contiguous(), lse[:, :num_heads].contiguous()
     return out, lse
@@ -139,6 +150,20 @@ def _padded_queries(q: torch.Tensor, heads: int) -> torch.Tensor:
         return F.pad(q, (0, 0, 0, heads - q.shape[1]))
     # The kernels read rows through TMA: dense values, 16-byte strides.
     return q if q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 else q.contiguous()
+
+
+def planning_pays(num_tokens: int, heads: int, dcp_size: int | None) -> bool:
+    """Whether a plan may save more than it costs, from what is known without the rows' lengths.
+
+    Few rows that hold (nearly) all of a selection leave nothing to skip, and FlashMLA splits them over its parts by
+    itself.
+
+    Args:
+        num_tokens: rows of the launch.
+        heads: 64 or 128.
+        dcp_size: ranks that the rows' selections are spread over, None where that is not known.
+    """
+    return dcp_size is None or dcp_size > 2 or num_tokens * heads * dcp_size >= _PLANNED_ROWS * 64
 
 
 def _dequantising_pays(num_tokens: int, num_rows: int) -> bool:
@@ -170,6 +195,31 @@ def _attend_packed(
         outs.append(out)
         lses.append(lse)
     return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
+
+
+# FlashMLA's own schedules. They depend on nothing but the shapes that they are looked up by.
+_own_schedules: dict[tuple, object] = {}
+
+
+def _attend_unplanned(
+    q: torch.Tensor, kv_rows: torch.Tensor, rows: torch.Tensor, sm_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With FlashMLA's own schedule, made by the first launch of these shapes outside a graph.
+
+    One made while a graph is captured stays in the graph: its memory is the graph's.
+    """
+    key = (q.device, *q.shape[:2], rows.shape[1], as_pages(kv_rows).shape[1])
+    if key in _own_schedules:
+        return launch_packed(q, kv_rows, rows, sm_scale, _own_schedules[key])
+    meta = hold_schedule(None)
+    attended = launch_packed(q, kv_rows, rows, sm_scale, meta)
+    if not torch.cuda.is_current_stream_capturing():
+        # A warm-up of few rows is one for the graphs of many, too.
+        schedule_is_understood(q.device, q.shape[1])
+        # Other streams will read it without an event to wait for.
+        torch.cuda.current_stream(q.device).synchronize()
+        _own_schedules[key] = meta
+    return attended
 
 
 def launch_packed(

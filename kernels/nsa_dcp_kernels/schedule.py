@@ -76,13 +76,23 @@ def plan_sparse(
     num_tokens, width = topk_slots.shape
     check(width > 0 and width % BLOCK == 0, "topk_slots", f"be a multiple of {BLOCK} wide", width)
     check(num_tokens <= 2 * parts, "topk_slots", f"have at most {2 * parts} rows for {parts} parts", num_tokens)
-    if topk_slots.is_cuda and num_tokens:
-        from nsa_dcp_kernels._triton.localize import localize_topk as launch
+    rows, length, plans = localize_and_plan(topk_slots, dcp_size, dcp_rank, interleave_size, parts)
+    return plans[0] if plans else _idle_plan(rows, length, parts)
 
-        rows, length = launch(topk_slots, dcp_size, dcp_rank, interleave_size, plan_follows=True)
-        return plan_rows(rows, length, parts, after_localize=True)[0]
-    rows, length = localize_topk(topk_slots, dcp_size, dcp_rank, interleave_size)
-    return plan_rows(rows, length, parts)[0] if num_tokens else _idle_plan(rows, length, parts)
+
+def localize_and_plan(
+    topk_slots: torch.Tensor, dcp_size: int, dcp_rank: int, interleave_size: int, parts: int
+) -> tuple[torch.Tensor, torch.Tensor, list[SparsePlan]]:
+    """`localize_topk`, then `plan_rows` on what it returns. On a GPU the two launches overlap."""
+    if not topk_slots.is_cuda or not topk_slots.shape[0]:
+        rows, length = localize_topk(topk_slots, dcp_size, dcp_rank, interleave_size)
+        return rows, length, plan_rows(rows, length, parts)
+    check_tensor(topk_slots, "topk_slots", (None, None), torch.int32)
+    check_rank(dcp_size, dcp_rank, interleave_size)
+    from nsa_dcp_kernels._triton.localize import localize_topk as launch
+
+    rows, length = launch(topk_slots, dcp_size, dcp_rank, interleave_size, plan_follows=True)
+    return rows, length, plan_rows(rows, length, parts, after_localize=True)
 
 
 def plan_rows(rows: torch.Tensor, length: torch.Tensor, parts: int, after_localize: bool = False) -> list[SparsePlan]:

@@ -14,11 +14,16 @@ The rows are laid out one after the other on a line and the line is cut every `l
 padded, so that no part sees three rows. With no more rows than parts a share is a whole part; with up to twice as many
 it is half a part, and a cut that would let a part see three rows moves back to the third one's start.
 
-Two layouts are weighed, each with the smallest load that fits:
-    grouped  a row (with more rows than parts: two neighbours) has parts of its own, so few rows are split
-    even     as above, parts shared by neighbours: for rows so long that whole parts per row do not divide well. With no
-             more rows than parts it is taken where it takes a fifth off the load: it splits nearly every row, and parts
-             that all work share the memory's bandwidth (measured: at a sixth less load it is slower)
+Layouts, each with the smallest load that fits:
+    single   a row has parts of its own; with no more rows than parts. Few rows are split.
+    paired   two neighbours have parts of their own, so short rows share one and long rows get the others
+    even     as above, parts shared by all neighbours: exact balance, but nearly every row is split
+Two are weighed: `paired` and `even` where there are more rows than parts; else `single` and, where some rows are more
+than twice as long as others, `paired`, or `even`. The second one is taken for less load, or instead of `single` for a
+fifth less: parts that all work share the memory's bandwidth, and a split row is written twice.
+
+Splitting over nearly every part costs more than two blocks (measured on an H200), so `single` leaves a quarter of the
+parts idle where at most two blocks more per part allow it.
 
 Lengths on the line are in half blocks. Source: FlashMLA (sparse FP8 decoding on SM90).
 """
@@ -30,6 +35,8 @@ import torch
 BLOCK = 64
 # What walking one more row costs a part, in blocks: its queries' load and its output's store.
 PIECE_COST = 2
+# Where a part may hold two rows, a smaller load would put two cuts into one gap, and a part between them with no block.
+LEAST_SHARED = PIECE_COST + 1
 
 
 @dataclass(frozen=True)
@@ -60,35 +67,51 @@ def balance_rows(blocks: torch.Tensor, row_blocks: int, parts: int) -> Balance:
         parts: SM parts.
     """
     num_rows = len(blocks)
-    paired = num_rows > parts
+    crowded = num_rows > parts
+    first = _balance_groups(blocks, parts, 2 if crowded else 1)
+    if not crowded and 2 * int(blocks.min()) < int(blocks.max()):
+        second = _balance_groups(blocks, parts, 2)
+        worst = second.load
+    else:
+        second = _balance_evenly(blocks, parts, crowded)
+        # A cut that moves back leaves its blocks to the next part.
+        partial = second.width2[blocks < row_blocks]
+        shortest = int(partial.min()) if crowded and len(partial) else 2 * second.load
+        worst = second.load + max(0, (2 * second.load - shortest + 1) // 2 - PIECE_COST)
+    return second if (worst < first.load if crowded else 5 * worst < 4 * first.load) else first
+
+
+def _balance_groups(blocks: torch.Tensor, parts: int, size: int) -> Balance:
     groups = blocks
-    if paired:
-        padded = torch.nn.functional.pad(blocks, (0, num_rows % 2))
+    if size == 2:
+        padded = torch.nn.functional.pad(blocks, (0, len(blocks) % 2))
         groups = padded[0::2] + padded[1::2] + PIECE_COST * (padded[1::2] > 0)
-    grouped_load = 1
-    while int(((groups + grouped_load - 1) // grouped_load).sum()) > parts:
-        grouped_load += 1
-
-    even_load, width2 = 1, _even_widths(blocks, 1, paired)
-    while int(width2.sum()) > 2 * even_load * parts:
-        even_load += 1
-        width2 = _even_widths(blocks, even_load, paired)
-    # A cut that moves back leaves its blocks to the next part.
-    partial = width2[blocks < row_blocks]
-    shortest = int(partial.min()) if paired and len(partial) else 2 * even_load
-    worst = even_load + max(0, (2 * even_load - shortest + 1) // 2 - PIECE_COST)
-    if worst < grouped_load if paired else 5 * worst < 4 * grouped_load:
-        return Balance(even_load, width2 - 2 * blocks, width2, paired)
-
-    whole2 = 2 * grouped_load * ((groups + grouped_load - 1) // grouped_load)
-    gap2 = whole2 - 2 * groups
-    if paired:
-        gap2 = torch.stack([gap2, torch.full_like(gap2, 2 * PIECE_COST)], dim=1).flatten()[:num_rows]
-    return Balance(grouped_load, gap2, gap2 + 2 * blocks, False)
+    load = 1 if size == 1 else LEAST_SHARED
+    while _count_pieces(groups, load) > parts:
+        load += 1
+    if size == 1:
+        relaxed = [more for more in range(load, load + 3) if 4 * _count_pieces(groups, more) <= 3 * parts]
+        load = relaxed[0] if relaxed else load
+    gap2 = 2 * load * ((groups + load - 1) // load) - 2 * groups
+    if size == 2:
+        gap2 = torch.stack([gap2, torch.full_like(gap2, 2 * PIECE_COST)], dim=1).flatten()[: len(blocks)]
+    return Balance(load, gap2, gap2 + 2 * blocks, False)
 
 
-def _even_widths(blocks: torch.Tensor, load: int, paired: bool) -> torch.Tensor:
-    return (2 * (PIECE_COST + blocks)).clamp(min=load if paired else 2 * load)
+def _balance_evenly(blocks: torch.Tensor, parts: int, crowded: bool) -> Balance:
+    load, width2 = LEAST_SHARED, _even_widths(blocks, LEAST_SHARED, crowded)
+    while int(width2.sum()) > 2 * load * parts:
+        load += 1
+        width2 = _even_widths(blocks, load, crowded)
+    return Balance(load, width2 - 2 * blocks, width2, crowded)
+
+
+def _count_pieces(groups: torch.Tensor, load: int) -> int:
+    return int(((groups + load - 1) // load).sum())
+
+
+def _even_widths(blocks: torch.Tensor, load: int, crowded: bool) -> torch.Tensor:
+    return (2 * (PIECE_COST + blocks)).clamp(min=load if crowded else 2 * load)
 
 
 def schedule_rows(length: torch.Tensor, row_blocks: int, parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -235,12 +235,81 @@ def test_captured_step_follows_its_lengths(num_tokens, dtype):
 def test_layers_that_share_a_selection_share_its_plan():
     slots = draw_slots(5, 256, 1024)
     cache = draw_cache(512, torch.uint8, torch.arange(512)).cuda()
-    selection = localize_selection(slots.cuda(), 2, 0)
+    selection = localize_selection(slots.cuda(), 4, 0)
     q = torch.randn(5, 64, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
     attend_selection(q, cache, selection, SM_SCALE)
     plan = selection.plans[64][0]
     attend_selection(q, cache, selection, SM_SCALE)
     assert selection.plans[64][0] is plan
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "dcp_size", "pays"),
+    [
+        pytest.param(16, 64, 1, False, id="few-rows-of-one-rank"),
+        pytest.param(32, 64, 1, True, id="many-rows-of-one-rank"),
+        pytest.param(16, 128, 1, True, id="128-heads-have-half-the-parts"),
+        pytest.param(8, 64, 2, False, id="few-rows-of-two-ranks"),
+        pytest.param(1, 64, 4, True, id="four-ranks"),
+        pytest.param(1, 64, None, True, id="spread-not-known"),
+    ],
+)
+def test_rows_are_planned_where_a_plan_can_save_more_than_it_costs(num_tokens, heads, dcp_size, pays):
+    assert _flash_mla.planning_pays(num_tokens, heads, dcp_size) == pays
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first_in_graph", [False, True])
+def test_rows_that_are_not_planned_match_float64(first_in_graph, monkeypatch):
+    """FlashMLA's own schedule, kept by shape: of a captured first call it stays in the graph."""
+    monkeypatch.setattr(_flash_mla, "_own_schedules", {})
+    for num_rows in (4096, 4095, 4096):
+        slots = draw_slots(6, 512, num_rows)
+        cache = draw_cache(num_rows, torch.uint8, slots[slots >= 0].long().unique()).cuda()
+        q = torch.randn(6, 64, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+        on_device = slots.cuda()
+        if first_in_graph:
+            # Of another shape: kernels are loaded, no schedule of this shape is made.
+            attend_selection(q[:5], cache, localize_selection(on_device[:5], 1, 0), SM_SCALE)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out, lse = attend_selection(q, cache, localize_selection(on_device, 1, 0), SM_SCALE)
+            graph.replay()
+        else:
+            out, lse = attend_selection(q, cache, localize_selection(on_device, 1, 0), SM_SCALE)
+        check_attention(q, cache, slots, out, lse)
+        kept = [key[1] for key in _flash_mla._own_schedules]
+        assert (6 in kept) != first_in_graph
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dcp_size", [1, 2, 8])
+@pytest.mark.parametrize("num_tokens", [3, 40, 300])
+def test_plan_made_with_the_localisation_gives_the_same_bits(num_tokens, dcp_size):
+    slots = draw_slots(num_tokens, 1024, 2048 * dcp_size).cuda()
+    cache = draw_cache(2048, torch.uint8, torch.arange(2048)).cuda()
+    q = torch.randn(num_tokens, 40, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    later, at_once = (localize_selection(slots, dcp_size, 0, planned_heads=heads) for heads in (None, 40))
+    assert (64 in at_once.plans) == _flash_mla.planning_pays(num_tokens, 64, dcp_size)
+    for expected, got in zip(
+        attend_selection(q, cache, later, SM_SCALE), attend_selection(q, cache, at_once, SM_SCALE)
+    ):
+        assert_bitwise_equal(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("dcp_size", [1, 8])
+def test_raw_lse_differs_in_the_sign_of_empty_rows_only(dcp_size, dtype):
+    slots = draw_slots(9, 512, 1024 * dcp_size).cuda()
+    cache = draw_cache(1024, dtype, torch.arange(1024)).cuda()
+    q = torch.randn(9, 64, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    selection = localize_selection(slots, dcp_size, 0)
+    out, lse = attend_selection(q, cache, selection, SM_SCALE)
+    raw_out, raw_lse = attend_selection(q, cache, selection, SM_SCALE, raw_lse=True)
+    assert torch.equal(raw_out, out)
+    assert (lse[1] == -math.inf).all()
+    assert_bitwise_equal(torch.where(raw_lse == math.inf, -math.inf, raw_lse), lse)
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from nsa_dcp_kernels import schedule_reference
 
 BLOCK = tl.constexpr(schedule_reference.BLOCK)
 PIECE_COST = tl.constexpr(schedule_reference.PIECE_COST)
+LEAST_SHARED = tl.constexpr(schedule_reference.LEAST_SHARED)
 # A float32 this large has no bits below one: adding it rounds, and leaves the integer in the low bits.
 ROUNDS = tl.constexpr(8388608.0)
 ROUNDS_BITS = tl.constexpr(0x4B000000)
@@ -37,10 +38,21 @@ def _load_blocks(length_ptr, row, num_rows):
 
 
 @triton.jit
-def _group_blocks(blocks, after, row, paired):
-    """Blocks of the group that a row leads: itself, or with `paired` also the next; 0 if it leads none."""
+def _group_blocks(blocks, after, row, pairs):
+    """Blocks of the group that a row leads: itself, or with `pairs` also the next; 0 if it leads none."""
     with_partner = blocks + tl.where(after > 0, after + PIECE_COST, 0)
-    return tl.where(paired, tl.where(row % 2 == 0, with_partner, 0), blocks)
+    return tl.where(pairs, tl.where(row % 2 == 0, with_partner, 0), blocks)
+
+
+@triton.jit
+def _count_pieces(groups, load):
+    return _divide(groups + (load - 1), 1.0 / load.to(tl.float32))
+
+
+@triton.jit
+def _larger_halves(a, b):
+    """The larger of each 16-bit half."""
+    return tl.maximum(a & -0x10000, b & -0x10000) | tl.maximum(a & 0xFFFF, b & 0xFFFF)
 
 
 @triton.jit
@@ -65,28 +77,37 @@ def _unpack(packed, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _smallest_loads(groups, blocks, parts, shares, LOAD_BITS: tl.constexpr, WIDE: tl.constexpr):
-    """The smallest load that fits, for the grouped layout and for the even one: a bit of both at a time."""
-    grouped = 0
-    even = 0
+def _smallest_loads(
+    groups, blocks, pairs, parts, shares, SECOND_PAIRS: tl.constexpr, LOAD_BITS: tl.constexpr, WIDE: tl.constexpr
+):
+    """The smallest load of the first layout, parts per group, and of the second: a bit of both at a time.
+
+    The second one is parts per pair, or parts that all rows share evenly.
+    """
+    first = 0
+    second = 0
     for bit in tl.static_range(LOAD_BITS - 1, -1, -1):
-        load = grouped + (1 << bit)
-        pieces = _divide(groups + (load - 1), 1.0 / load.to(tl.float32))
-        even_load = even + (1 << bit)
-        width2 = tl.where(blocks > 0, tl.maximum(2 * (blocks + PIECE_COST), even_load * shares), 0)
-        pieces, width2 = _unpack(tl.sum(_pack(pieces, width2, WIDE), axis=0), WIDE)
-        grouped = tl.where(pieces > parts, load, grouped)
-        even = tl.where(width2 > 2 * even_load * parts, even_load, even)
-    return grouped + 1, even + 1
+        load = first + (1 << bit)
+        second_load = second + (1 << bit)
+        if SECOND_PAIRS:
+            used = _count_pieces(pairs, second_load)
+            held = parts
+        else:
+            used = tl.where(blocks > 0, tl.maximum(2 * (blocks + PIECE_COST), second_load * shares), 0)
+            held = 2 * second_load * parts
+        pieces, used = _unpack(tl.sum(_pack(_count_pieces(groups, load), used, WIDE), axis=0), WIDE)
+        first = tl.where(pieces > parts, load, first)
+        second = tl.where(used > held, second_load, second)
+    return first + 1, second + 1
 
 
 @triton.jit
-def _line(blocks, after, row, load, inverse, even, paired, shares):
+def _line(blocks, after, row, load, inverse, even, pairs, shares):
     """(gap2, width2) of a row on the line, in half blocks; zeros for no row."""
     even_width2 = tl.maximum(2 * (blocks + PIECE_COST), load * shares)
-    group = _group_blocks(blocks, after, row, paired)
+    group = _group_blocks(blocks, after, row, pairs)
     whole = _divide(group + (load - 1), inverse) * load
-    follows = paired & (row % 2 == 1)
+    follows = pairs & (row % 2 == 1)
     grouped_gap2 = tl.where(follows, 2 * PIECE_COST, 2 * (whole - group))
     gap2 = tl.where(even, even_width2 - 2 * blocks, grouped_gap2)
     gap2 = tl.where(blocks > 0, gap2, 0)
@@ -150,24 +171,45 @@ def _schedule_kernel(
     # Read before it is known where it goes: most rows stay where they are.
     index = tl.load(rows_ptr + column, mask=column < width, other=-1)
 
-    paired = num_rows > parts
-    shares = tl.where(paired, 1, 2)
-    groups = _group_blocks(blocks, after, row, paired)
-    partial = tl.min(tl.where((blocks > 0) & (blocks < row_blocks), blocks, row_blocks), axis=0)
-    grouped_load, even_load = _smallest_loads(groups, blocks, parts, shares, LOAD_BITS, WIDE)
-    shortest = tl.where(
-        paired & (partial < row_blocks), tl.maximum(2 * (partial + PIECE_COST), even_load), 2 * even_load
-    )
-    worst = even_load + tl.maximum((2 * even_load - shortest + 1) // 2 - PIECE_COST, 0)
-    even = tl.where(paired, worst < grouped_load, 5 * worst < 4 * grouped_load)
-    load = tl.where(even, even_load, grouped_load)
+    # Which two layouts are weighed, and the load of each.
+    crowded = num_rows > parts
+    shares = tl.where(crowded, 1, 2)
+    lengths = tl.where(blocks > 0, (blocks << 16) + row_blocks - blocks, 0)
+    lengths = tl.reduce(lengths, 0, _larger_halves)
+    shortest = row_blocks - (lengths & 0xFFFF)
+    second_pairs = (num_rows <= parts) & (2 * shortest < (lengths >> 16))
+    groups = _group_blocks(blocks, after, row, crowded)
+    if second_pairs:
+        two = _group_blocks(blocks, after, row, True)
+        first_load, second_load = _smallest_loads(groups, blocks, two, parts, shares, True, LOAD_BITS, WIDE)
+    else:
+        first_load, second_load = _smallest_loads(groups, blocks, groups, parts, shares, False, LOAD_BITS, WIDE)
+    second_load = tl.maximum(second_load, LEAST_SHARED)
+    if 4 * num_rows <= 3 * parts:
+        # Up to two blocks more per part, where that leaves a quarter of the parts idle.
+        pieces = _count_pieces(groups, first_load) + (_count_pieces(groups, first_load + 1) << 10)
+        pieces = tl.sum(pieces + (_count_pieces(groups, first_load + 2) << 20), axis=0)
+        as_is = 4 * (pieces & 1023) <= 3 * parts
+        one_more = 4 * ((pieces >> 10) & 1023) <= 3 * parts
+        two_more = 4 * (pieces >> 20) <= 3 * parts
+        first_load += tl.where(as_is, 0, tl.where(one_more, 1, tl.where(two_more, 2, 0)))
+
+    # A cut that moves back leaves its blocks to the next part.
+    partial2 = tl.maximum(2 * (shortest + PIECE_COST), second_load)
+    partial2 = tl.where(crowded & (shortest < row_blocks), partial2, 2 * second_load)
+    worst = second_load + tl.maximum((2 * second_load - partial2 + 1) // 2 - PIECE_COST, 0)
+    worst = tl.where(second_pairs, second_load, worst)
+    takes_second = tl.where(crowded, worst < first_load, 5 * worst < 4 * first_load)
+    load = tl.where(takes_second, second_load, first_load)
+    even = takes_second & (second_pairs == 0)
+    pairs = tl.where(takes_second, second_pairs, crowded)
     step = 2 * load
     inverse = 1.0 / load.to(tl.float32)
     inverse_step = 0.5 * inverse
-    moves = even & paired
+    moves = even & crowded
 
     # Every row on the line, and how many pieces it falls into.
-    gap2, width2 = _line(blocks, after, row, load, inverse, even, paired, shares)
+    gap2, width2 = _line(blocks, after, row, load, inverse, even, pairs, shares)
     end2 = tl.cumsum(width2, axis=0)
     start2 = end2 - width2
     first_cut = _divide(start2 + (step - 1), inverse_step)
@@ -180,7 +222,7 @@ def _schedule_kernel(
     splits_before, my_start2 = _unpack(so_far, WIDE)
 
     # This row, as scalars.
-    my_gap2, my_width2 = _line(my_blocks, my_after, this, load, inverse, even, paired, shares)
+    my_gap2, my_width2 = _line(my_blocks, my_after, this, load, inverse, even, pairs, shares)
     my_cut = _divide(my_start2 + (step - 1), inverse_step)
     end_cut = _divide(my_start2 + my_width2 + (step - 1), inverse_step)
     my_first_block = _cut_block(my_cut, my_start2, my_gap2, step)
@@ -197,7 +239,7 @@ def _schedule_kernel(
     next_blocks = _load_blocks(length_ptr, next_row, num_rows)
     next_before = _load_blocks(length_ptr, next_row - 1, num_rows)
     next_after = _load_blocks(length_ptr, next_row + 1, num_rows)
-    next_gap2, _ = _line(next_blocks, next_after, next_row, load, inverse, even, paired, shares)
+    next_gap2, _ = _line(next_blocks, next_after, next_row, load, inverse, even, pairs, shares)
     next_block = _cut_block(end_cut, next_start2, next_gap2, step)
     moved = _moves_back(next_row, end_cut, next_start2, next_before, load, step, shares, moves, row_blocks)
     next_block = tl.where(moved | (next_row >= num_rows), 0, next_block)

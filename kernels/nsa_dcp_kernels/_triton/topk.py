@@ -18,9 +18,13 @@ import triton.language as tl
 
 from nsa_dcp_kernels._checks import check
 
-# Entries of a row that a program holds, 32 to a thread.
+# Entries of a row that a program holds, 32 to a thread; 16 in later rounds, of which one program has a multiprocessor.
 _SEGMENT = 16384
 _ENTRIES_PER_THREAD = 32
+_LATER_ENTRIES_PER_THREAD = 16
+_MAX_WARPS = 16
+# The interpreter has no launches to overlap.
+_OVERLAPS = not triton.knobs.runtime.interpret
 _RUN = 32
 _NOTHING = tl.constexpr(-0x80000000)
 # The key of +inf.
@@ -58,6 +62,7 @@ def _select_kernel(
     LAST: tl.constexpr,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """The first round reads scores and knows positions; later ones read the round before's keys and positions."""
     token = tl.program_id(0).to(tl.int64)
@@ -66,6 +71,8 @@ def _select_kernel(
     run = tl.arange(0, BLOCK // RUN)
     entry = segment * BLOCK + run[:, None] * RUN + tl.arange(0, RUN)[None, :]
     scores_ptr += token * row_stride
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     # What lies past a context is read, as that keeps the loads wide, and dropped.
     if FIRST:
         seen = tl.minimum(tl.load(lens_ptr + token), length)
@@ -82,8 +89,13 @@ def _select_kernel(
     # A round that is not the last may keep more than it must: deciding the last bits is left to fewer entries.
     kept = wanted if LAST else tl.minimum(held, num_kept)
     # At least `wanted` keys reach `low`, fewer reach `high`; `reached` reach `low`.
-    low = tl.full([], _NOTHING + 1, tl.int64)
-    high = tl.full([], _LARGEST + 1, tl.int64)
+    if FIRST:
+        low = tl.full([], _NOTHING + 1, tl.int64)
+        high = tl.full([], _LARGEST + 1, tl.int64)
+    else:
+        # What earlier rounds kept spans far fewer keys than there are.
+        low = tl.min(tl.where(key == _NOTHING, _LARGEST, key)).to(tl.int64)
+        high = tl.max(key).to(tl.int64) + 1
     reached = held
     while (high - low > 1) & (reached > kept):
         # Two keys at once, as counting both costs little more than counting one.
@@ -108,10 +120,17 @@ def _select_kernel(
         vacant = kept - tl.sum((key > threshold).to(tl.int32))
         chosen = chosen & (~tied | (_count_through(tied) <= vacant))
     place = _count_through(chosen) - 1
-    tl.store(chosen_positions_ptr + place, position, mask=chosen)
+    # The pointers are said to run like those of the loads, so that the stores keep the loads' layout: without this they
+    # are spread over the runs, and every pointer crosses shared memory first. They do not run like that, but a store is
+    # only widened where its mask is known to be equal for all it writes, and nothing is known of comparing scores.
+    place_ptr = chosen_positions_ptr + place
+    place_ptr = tl.multiple_of(tl.max_contiguous(place_ptr, [1, 4]), [1, 16])
+    tl.store(place_ptr, position, mask=chosen)
     if not LAST:
         chosen_keys_ptr += chosen_at
-        tl.store(chosen_keys_ptr + place, key, mask=chosen)
+        place_ptr = chosen_keys_ptr + place
+        place_ptr = tl.multiple_of(tl.max_contiguous(place_ptr, [1, 4]), [1, 16])
+        tl.store(place_ptr, key, mask=chosen)
     kept = tl.minimum(reached, kept)
     for start in range(kept // BLOCK * BLOCK, num_kept, BLOCK):
         padding = start + tl.arange(0, BLOCK)
@@ -136,6 +155,8 @@ def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> 
         block = min(_SEGMENT, max(64, triton.next_power_of_2(length)))
         segments = triton.cdiv(length, block)
         last = segments == 1
+        first = positions is None
+        per_thread = _ENTRIES_PER_THREAD if first else _LATER_ENTRIES_PER_THREAD
         # Twice as many as must be kept, where the next round still is one segment with them.
         num_kept = topk if last else min(block, max(topk, min(2 * topk, _SEGMENT // segments)))
         chosen = torch.empty((num_tokens, segments * num_kept), dtype=torch.int32, device=device)
@@ -150,11 +171,14 @@ def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> 
             scores.stride(0),
             topk,
             num_kept,
-            FIRST=positions is None,
+            FIRST=first,
             LAST=last,
             BLOCK=block,
             RUN=_RUN,
-            num_warps=max(1, block // (32 * _ENTRIES_PER_THREAD)),
+            # A round's blocks start while the round before drains, and wait for it.
+            OVERLAPS=_OVERLAPS and not first,
+            num_warps=min(_MAX_WARPS, max(1, block // (32 * per_thread))),
+            **({"launch_pdl": True} if _OVERLAPS and not first else {}),
         )
         if last:
             return chosen
