@@ -30,5 +30,6 @@ def attend_sharded(
     Returns:
         [T, H, 512], dtype of `q`; zeros for a row that selects nothing.
     """
-    out, lse = attend_selection(comm.gather_heads(q, group), kv_rows, selection, sm_scale)
+    # merge_heads reads an empty row's +inf as it reads -inf.
+    out, lse = attend_selection(comm.gather_heads(q, group), kv_rows, selection, sm_scale, raw_lse=True)
     return comm.merge_heads(out, lse, group, comm_backend)

@@ -18,6 +18,7 @@ Compare reports with one_gpu_compare.py. A config is `tpN-dcpM`, then any of
     retract        a small pool, and requests are retracted every few steps
     kill           at the end one rank is killed
     profile        at the end eight decode steps of eight requests are traced, into OUT/CONFIG-trace
+    gpus           each rank has a GPU of its own, and upstream's default collectives
     stock          without nsa-dcp
 
 Every wait is bounded, and every process is ended by its id.
@@ -68,10 +69,12 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
         f"--kv-cache-dtype {'bfloat16' if bf16 else 'fp8_e4m3'} --page-size 64 --mem-fraction-static 0.3",
         f"--max-total-tokens {POOL_TOKENS[retract] // dcp_size} --max-running-requests 32 --chunked-prefill-size 2048",
         "--schedule-conservativeness 0.1 --cuda-graph-max-bs-decode 16 --enable-fp32-lm-head",
-        # The same prefill everywhere; and ranks that share a GPU cannot map each other's memory.
-        "--cuda-graph-backend-prefill disabled --disable-custom-all-reduce",
-        "--enforce-disable-flashinfer-allreduce-fusion",
+        # The same prefill everywhere.
+        "--cuda-graph-backend-prefill disabled",
     ]
+    if "gpus" not in options:
+        # Ranks that share a GPU cannot map each other's memory.
+        flags.append("--disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion")
     optional = {
         "nograph": "--cuda-graph-backend-decode disabled",
         "a2a": "--dcp-comm-backend a2a",

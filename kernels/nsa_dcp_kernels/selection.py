@@ -39,21 +39,23 @@ def localize_selection(
 
     Args:
         topk_slots, dcp_size, dcp_rank, interleave_size: as in `localize_topk`.
-        planned_heads: query heads of the layers that will attend, where their caches are packed. On a GPU, the plan is
-            then made here, and its launch overlaps with the localisation's; otherwise by the first layer.
+        planned_heads: query heads of the layers that will attend, where their caches are packed. On a GPU, the plan of
+            a selection that one launch holds is then made here, overlapped with the localisation; otherwise by the
+            first layer.
 
     Raises:
         ValueError: as `localize_topk`.
         NotImplementedError, RuntimeError: with `planned_heads` on a GPU, as `attend_sparse`.
     """
     num_tokens, width = topk_slots.shape if topk_slots.dim() == 2 else (0, 0)
-    if planned_heads is None or not topk_slots.is_cuda or not num_tokens or not width or width % BLOCK:
-        return LocalSelection(*localize_topk(topk_slots, dcp_size, dcp_rank, interleave_size), dcp_size)
-    from nsa_dcp_kernels._flash_mla import count_sms, pad_heads, planning_pays
+    later = planned_heads is None or not topk_slots.is_cuda or not num_tokens or not width or width % BLOCK
+    if not later:
+        from nsa_dcp_kernels._flash_mla import count_sms, pad_heads, planning_pays
 
-    heads = pad_heads(planned_heads)
-    parts = count_parts(count_sms(topk_slots.device), heads)
-    if not planning_pays(num_tokens, heads, dcp_size):
+        heads = pad_heads(planned_heads)
+        parts = count_parts(count_sms(topk_slots.device), heads)
+        later = num_tokens > 2 * parts or not planning_pays(num_tokens, heads, dcp_size)
+    if later:
         return LocalSelection(*localize_topk(topk_slots, dcp_size, dcp_rank, interleave_size), dcp_size)
     rows, length, plans = localize_and_plan(topk_slots, dcp_size, dcp_rank, interleave_size, parts)
     selection = LocalSelection(rows, length, dcp_size)

@@ -117,7 +117,7 @@ class DcpAttention(nn.Module):
             q = q.to(torch.bfloat16)  # FlashMLA's queries
         if step.cp:
             gathered = gather_rows(self.latents.layers[self.layer], step.cp.pages, self.ranks.dcp_group)
-            out, _ = attend_selection(q, gathered, selection, self.sm_scale)
+            out, _ = attend_selection(q, gathered, selection, self.sm_scale, raw_lse=True)
         else:
             out = attend_sharded(
                 q,
@@ -190,7 +190,11 @@ class DcpAttention(nn.Module):
         slots = slots_at(positions, step.row_request, step.page_table, config.dcp_size)
         if step.cp:
             return localize_gathered(slots, step.cp.pages, config.dcp_size)
-        return localize_selection(slots, config.dcp_size, self.ranks.dcp_rank)
+        packed = self.latents.layers[self.layer].dtype == torch.uint8
+        attended_heads = self.w_q.shape[0] // config.tp_size * config.dcp_size
+        return localize_selection(
+            slots, config.dcp_size, self.ranks.dcp_rank, planned_heads=attended_heads if packed else None
+        )
 
     @staticmethod
     def _rotated(rotate: Callable, x: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]):

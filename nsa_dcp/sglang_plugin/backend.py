@@ -99,12 +99,16 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
                 f"layer {layer.layer_id} attends with {layer.tp_q_head_num} heads where DCP gathers "
                 f"{self.num_dcp_q_heads}; nsa-dcp cannot serve this phase"
             )
-        queries = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
-        selection = self._shared_selection.localize(
-            page_table_1, self.dcp_size, self.dcp_rank, layer.layer_id, metadata
+        queries, rows = q_all.view(-1, layer.tp_q_head_num, layer.head_dim), cache_rows(kv_cache)
+        selection = self._shared_selection.prepare(
+            page_table_1, layer.layer_id, metadata, lambda slots: self._localize(slots, rows.dtype == torch.uint8)
         )
-        out, lse = attend_selection(queries, cache_rows(kv_cache), selection, sm_scale)
+        out, lse = attend_selection(queries, rows, selection, sm_scale)
         return out, lse * LOG2_E
+
+    def _localize(self, topk_slots: torch.Tensor, packed: bool) -> LocalSelection:
+        heads = self.num_dcp_q_heads if packed else None
+        return localize_selection(topk_slots, self.dcp_size, self.dcp_rank, planned_heads=heads)
 
 
 class SharedSelection:
@@ -121,29 +125,15 @@ class SharedSelection:
         self._layer_id = -1
         self._prepared: Any = None
 
-    def localize(
-        self, topk_slots: torch.Tensor, dcp_size: int, dcp_rank: int, layer_id: int, metadata: object
-    ) -> LocalSelection:
-        """Return this rank's part of a selection.
-
-        Args:
-            topk_slots: [T, K] int32, slots of the widened pool, -1 anywhere.
-            dcp_size, dcp_rank: this rank's place in its DCP group.
-            layer_id: the layer that is about to attend.
-            metadata: the forward's metadata object, of which there is one per forward.
-
-        Raises:
-            ValueError: as `localize_selection`.
-        """
-        return self.prepare(topk_slots, layer_id, metadata, lambda slots: localize_selection(slots, dcp_size, dcp_rank))
-
     def prepare(
         self, topk_slots: torch.Tensor, layer_id: int, metadata: object, make: Callable[[torch.Tensor], Any]
     ) -> Any:
         """Return what `make` makes of a selection, from the layer before where that attended to the same one.
 
         Args:
-            topk_slots, layer_id, metadata: as `localize`.
+            topk_slots: [T, K] int32, slots of the widened pool, -1 anywhere.
+            layer_id: the layer that is about to attend.
+            metadata: the forward's metadata object, of which there is one per forward.
             make: called with the selection; the same function in all layers of a forward.
         """
         shared = topk_slots is self._slots and metadata is self._metadata and layer_id == self._layer_id + 1

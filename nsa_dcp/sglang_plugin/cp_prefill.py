@@ -65,8 +65,9 @@ def attend_parts(
     Returns:
         [T, H, 512], dtype of `q`; zeros for a row that selects nothing.
     """
-    out, lse = attend_selection(q, buffer.gather(cache_rows, parts[0]), selections[0], sm_scale)
+    # merge_partials reads an empty row's +inf as it reads -inf.
+    out, lse = attend_selection(q, buffer.gather(cache_rows, parts[0]), selections[0], sm_scale, raw_lse=True)
     for part, selection in zip(parts[1:], selections[1:]):
-        more, more_lse = attend_selection(q, buffer.gather(cache_rows, part), selection, sm_scale)
+        more, more_lse = attend_selection(q, buffer.gather(cache_rows, part), selection, sm_scale, raw_lse=True)
         out, lse = merge_partials(torch.stack((out, more)), torch.stack((lse, more_lse)))
     return out

@@ -229,28 +229,24 @@ def test_a_kernel_that_answers_for_nothing_is_refused(make_backend, monkeypatch,
         backend.check_kernel(backend.token_to_kv_pool.get_key_buffer(0))
 
 
-@pytest.fixture
-def localised(monkeypatch):
-    from nsa_dcp.sglang_plugin import backend
+class Localised:
+    """Stands for `localize_selection`, and counts."""
 
-    calls = []
+    def __init__(self):
+        self.calls = 0
 
-    def count(*args):
-        calls.append(args)
+    def __call__(self, slots):
+        self.calls += 1
         return object()
 
-    monkeypatch.setattr(backend, "localize_selection", count)
-    return calls
 
-
-def test_consecutive_layers_localise_a_shared_selection_once(localised):
+def test_consecutive_layers_localise_a_shared_selection_once():
     from nsa_dcp.sglang_plugin.backend import SharedSelection
 
-    shared, slots, metadata = SharedSelection(), torch.zeros(2, 4, dtype=torch.int32), object()
-    results = [shared.localize(slots, 4, 1, layer_id, metadata) for layer_id in (3, 4, 5)]
-    assert len(localised) == 1
+    shared, slots, metadata, localise = SharedSelection(), torch.zeros(2, 4, dtype=torch.int32), object(), Localised()
+    results = [shared.prepare(slots, layer_id, metadata, localise) for layer_id in (3, 4, 5)]
+    assert localise.calls == 1
     assert results[0] is results[1] is results[2]
-    assert localised[0][1:] == (4, 1)
 
 
 @pytest.mark.parametrize(
@@ -258,13 +254,14 @@ def test_consecutive_layers_localise_a_shared_selection_once(localised):
     [(False, True, 4), (True, False, 4), (True, True, 3), (True, True, 5), (True, True, 0)],
     ids=["another-selection", "another-forward", "same-layer-again", "a-layer-between", "first-layer-again"],
 )
-def test_anything_else_is_localised_anew(localised, slots_alike, metadata_alike, next_layer):
+def test_anything_else_is_localised_anew(slots_alike, metadata_alike, next_layer):
     from nsa_dcp.sglang_plugin.backend import SharedSelection
 
-    shared, slots, metadata = SharedSelection(), torch.zeros(2, 4, dtype=torch.int32), object()
-    shared.localize(slots, 4, 1, 3, metadata)
-    shared.localize(slots if slots_alike else slots.clone(), 4, 1, next_layer, metadata if metadata_alike else object())
-    assert len(localised) == 2
+    shared, slots, metadata, localise = SharedSelection(), torch.zeros(2, 4, dtype=torch.int32), object(), Localised()
+    shared.prepare(slots, 3, metadata, localise)
+    next_slots, next_metadata = slots if slots_alike else slots.clone(), metadata if metadata_alike else object()
+    shared.prepare(next_slots, next_layer, next_metadata, localise)
+    assert localise.calls == 2
 
 
 def test_cache_rows_are_views():
