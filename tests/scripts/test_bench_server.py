@@ -105,7 +105,7 @@ def test_every_case_is_timed_from_the_log_of_a_full_batch(bench):
     held = [max(one["running"] for one in report["decode"] if one["context"] == 1024) for report in reports.values()]
     assert held == [2, 4]
     assert "| 1,024 | 4 | - | 2.00" in text
-    assert "| 1,024 | tp2-dcp2-a2a | 4 | 2.00 | 2,000 | 2.00x |" in text
+    assert "| 1,024 | tp2-dcp2-a2a | 4 | 2.00 | 2,000 (the pool holds more) | 2.00x |" in text
     assert [command[command.index("--load-format") + 1] for command in commands] == ["dummy", "dummy"]
 
 
