@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""What one rank does in a decode step, from a trace that one_gpu_serve.py took: launches, host waits, time by kernel.
+"""What one rank does in a decode step, from a trace that one_gpu_serve.py or bench_server.py took.
 
     one_gpu_profile.py TRACE.json.gz ... [--steps 8] [--top 12]
 
-Ranks that share a GPU take turns, so the times of kernels that talk to other ranks mean nothing; those of the others
-are one rank's, and launches and waits are what they would be on a GPU of its own.
+For each file, one a rank: launches, host waits, time by class of kernel with the communication that other kernels do
+not hide, time by kernel. A collective's time includes waiting for the other ranks. Ranks that share a GPU take turns:
+then the times of kernels that talk to other ranks mean nothing, and only launches and waits are those of real ranks.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import gzip
 import json
 from collections import Counter
 from pathlib import Path
+
+from kernel_classes import format_classes
 
 HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
@@ -38,6 +41,8 @@ def summarise_trace(events: list[dict], steps: int, top: int) -> list[str]:
         f"{len(kernels) / steps:.1f} kernels a step, {runtime['cudaGraphLaunch'] / steps:.2f} graph launches, "
         f"{to_host / steps:.2f} copies to the host, host waits: "
         + (", ".join(f"{name} {number:.2f}" for name, number in waits.items()) or "none"),
+        "",
+        *format_classes(kernels, steps),
         "",
         "| Kernel | launches a step | us a step |",
         "|---|---:|---:|",
