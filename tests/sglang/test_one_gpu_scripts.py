@@ -168,9 +168,9 @@ def test_a_config_says_how_its_server_is_started(config, present, absent):
 def test_a_trace_is_summed_by_step():
     profile = load("one_gpu_profile")
     events = [
-        {"ph": "X", "cat": "kernel", "name": "void attend<float>(int)", "dur": 30},
-        {"ph": "X", "cat": "kernel", "name": "attend", "dur": 10},
-        {"ph": "X", "cat": "kernel", "name": "merge", "dur": 2},
+        {"ph": "X", "cat": "kernel", "name": "void attend<float>(int)", "ts": 0, "dur": 30},
+        {"ph": "X", "cat": "kernel", "name": "attend", "ts": 30, "dur": 10},
+        {"ph": "X", "cat": "kernel", "name": "merge", "ts": 40, "dur": 2},
         {"ph": "X", "cat": "cuda_runtime", "name": "cudaStreamSynchronize", "dur": 5},
         {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "dur": 5},
         {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "dur": 5},
