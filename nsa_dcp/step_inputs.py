@@ -26,7 +26,7 @@ class StepInput:
     """One input of the step model.
 
     Args:
-        value: a number, or for a table a mapping of ascending positive keys to values of 0 or more.
+        value: a number, or for a table a mapping of ascending positive keys to values of 0 or more; empty: not used.
         unit: of the value; a table's is `key -> value`.
         source: where it was measured, or that it is assumed or overridden.
     """
@@ -105,6 +105,11 @@ _TABLES = {
         {4096: 9.4, 65536: 9.8, 524288: 22.4, 2097152: 17.6, 8388608: 34.8, 67108864: 162.0},
         "bytes of a rank's input, float32, 2 ranks -> us",
         H200_PAIR,
+    ),
+    "all_reduce": StepInput(
+        {},
+        "bytes of a rank's buffer, 2 ranks -> us",
+        f"empty: the sum of a reduce-scatter and an all-gather, {H200_PAIR}",
     ),
 }
 

@@ -255,7 +255,10 @@ def _exchange(values, backend: str, n: int, row_heads: int, value_dim: int) -> f
 def _all_reduce(values, n: int, size: int) -> float:
     if n == 1:
         return 0.0
-    return _link(values, "reduce_scatter", size * (n - 1) / n, received_share=0.5) + _gather(values, n, size / n)
+    received = size * (n - 1) / n
+    if values["all_reduce"]:
+        return _link(values, "all_reduce", received, received_share=0.5)
+    return _link(values, "reduce_scatter", received, received_share=0.5) + _gather(values, n, size / n)
 
 
 def _gather(values, n: int, contributed: float) -> float:

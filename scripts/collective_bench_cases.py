@@ -63,8 +63,8 @@ def list_collectives(dims: ModelDims, num_ranks: int, with_tables: bool = True) 
         for tokens in GATHERED_TOKENS
     ]
     if with_tables:
-        for kind in KINDS[:3]:
-            dtype = "float32" if kind == "reduce_scatter" else "uint8"
+        for kind in KINDS:
+            dtype = {"reduce_scatter": "float32", "all_reduce": "bfloat16"}.get(kind, "uint8")
             found += [Collective("table", 0, kind, size, dtype) for size in TABLE_BYTES]
     return found
 
