@@ -9,8 +9,8 @@ all-reduce; `nofuse`, no fused all-reduce and norm; `profile`, eight steps are t
 The first config is what the others are compared with. The step time is what the server logs for a full steady batch.
 Prompts are distinct; what an earlier case has prefilled comes from the prefix cache.
 
-OUT/CONFIG.json is written after every case, OUT/bench.json and OUT/bench.md at the end. A config whose report is
-complete is not run again. Every wait is bounded; one failed case or server does not lose the others.
+OUT/CONFIG.json, OUT/bench.json and OUT/bench.md are written after every case. A config whose report is complete is not
+run again. Every wait is bounded; one failed case or server does not lose the others.
 """
 
 import argparse
@@ -130,6 +130,7 @@ class ConfigRun:
         path = self.out / f"{self.config}.json"
         path.with_suffix(".part").write_text(json.dumps(self.report, indent=1))
         path.with_suffix(".part").replace(path)
+        write_summary(self.out, self.arguments.config)
 
     def run(self) -> None:
         """Start, ask, end."""
@@ -264,6 +265,13 @@ def collect(out: Path, configs: list[str]) -> list[dict]:
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
+def write_summary(out: Path, configs: list[str]) -> None:
+    """Write bench.json and bench.md from the reports there are."""
+    reports = collect(out, configs)
+    (out / "bench.json").write_text(json.dumps({"reports": reports}, indent=1))
+    (out / "bench.md").write_text(format_report(reports))
+
+
 def main() -> None:
     arguments = parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -281,11 +289,8 @@ def main() -> None:
         run.run()
         if not run.report["complete"]:
             failed.append(config)
-        reports = collect(arguments.out, arguments.config)
-        (arguments.out / "bench.json").write_text(json.dumps({"reports": reports}, indent=1))
-        (arguments.out / "bench.md").write_text(format_report(reports))
-    reports = collect(arguments.out, arguments.config)
-    print(format_report(reports))
+    write_summary(arguments.out, arguments.config)
+    print((arguments.out / "bench.md").read_text())
     if failed:
         sys.exit(f"{len(failed)} of {len(arguments.config)} configs have no complete report: {', '.join(failed)}")
 

@@ -80,7 +80,7 @@ class ServerProbe:
         for number in range(repeats):
             ids = self.prompts.take(f"prefill {length} {number}", length)
             started = time.monotonic()
-            (meta,) = generate(self.server, [ids], 1, self._timeout(120))
+            (meta,) = generate(self.server, [ids], 1, self._timeout(300))
             seconds = time.monotonic() - started
         self.tokens_per_s = max(self.tokens_per_s, length / seconds)
         return {
