@@ -19,6 +19,8 @@ _DECODE_LINE = re.compile(
     r"Decode batch.*?#running-req: (\d+),.*?: (True|False), gen throughput \(token/s\): ([\d.]+), #queue-req: (\d+)"
 )
 _PREFILL_GROUP_TOKENS = 131072
+# Fewer say nothing about how long many take.
+_TELLING_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class ServerProbe:
             started = time.monotonic()
             (meta,) = generate(self.server, [ids], 1, self._timeout(300))
             seconds = time.monotonic() - started
-        self.tokens_per_s = max(self.tokens_per_s, length / seconds)
+        if length >= _TELLING_TOKENS:
+            self.tokens_per_s = max(self.tokens_per_s, length / seconds)
         return {
             "tokens": length,
             "seconds": seconds,
@@ -175,7 +178,7 @@ class ServerProbe:
             generate(self.server, [self.prompts.take(number, case.context) for number in group], 1, self._timeout(120))
             self._held |= dict.fromkeys(group, case.context)
         seconds = time.monotonic() - started
-        if tokens > _PREFILL_GROUP_TOKENS // 4:
+        if tokens >= _TELLING_TOKENS:
             self.tokens_per_s = tokens / seconds
         return tokens, seconds
 

@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+import time
 
 import bench_server
 import mid_size_model
@@ -225,6 +226,27 @@ def test_a_log_s_decode_lines_are_read_and_others_are_not():
     )
     (line,) = probe.parse_decode_lines(text)
     assert (line.running, line.graph, line.queued, line.step_us) == (8, False, 2, 20000.0)
+
+
+def test_a_short_prefill_says_nothing_about_a_long_one_and_a_hopeless_case_is_not_begun():
+    class Instant:
+        asked = 0
+
+        def post(self, body, timeout_s, path="/generate"):
+            self.asked += len(body["input_ids"])
+            return 200, [{"meta_info": {"cached_tokens": 0}} for _ in body["input_ids"]]
+
+    server = Instant()
+    asking = probe.ServerProbe(server, cases.Prompts(1000), 10**9, time.monotonic() + 30)
+    asking.time_prefill(64)
+    assert asking.tokens_per_s == 0
+    asking.time_prefill(8192)
+    assert asking.tokens_per_s > 0
+    asking.tokens_per_s = 1000.0
+    before = server.asked
+    with pytest.raises(TimeoutError, match="40960 tokens to prefill take 41 s"):
+        asking.time_decode(cases.ServerCase(4096, 10), 3)
+    assert server.asked == before
 
 
 def test_an_empty_set_of_reports_says_so():
