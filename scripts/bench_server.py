@@ -5,7 +5,7 @@
     bench_server.py MODEL OUT --config tp2-dcp1 --config tp2-dcp2-a2a-profile --config tp2-dcp2-cpi-slice
 
 One server is started per config (one_gpu_serve.py lists them; besides: `shared`, ranks share a GPU; `nocar`, no custom
-all-reduce; `nofuse`, no fused all-reduce and norm; `profile`, eight steps are traced), asked by token ids, and ended.
+all-reduce; `fuse`, a fused all-reduce and norm; `profile`, eight steps are traced), asked by token ids, and ended.
 The first config is what the others are compared with. The step time is what the server logs for a full steady batch.
 Prompts are distinct; what an earlier case has prefilled comes from the prefix cache.
 
@@ -68,7 +68,9 @@ def describe_host() -> dict[str, object]:
         "gpus": _output_of(query).splitlines(),
         "links": _output_of("nvidia-smi topo -m"),
         "revision": _output_of(f"git -C {serve.ROOT} rev-parse HEAD").strip(),
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "SGLANG_"))},
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "SGLANG_", "TORCH_SYMM"))
+        },
     }
 
 

@@ -77,8 +77,8 @@ def bench_command(
 
     Args:
         model: a folder with a config.json; weights are random.
-        config: as one_gpu_serve's, and: `shared`, ranks share a GPU; `nocar`, no custom all-reduce; `nofuse`, no fused
-            all-reduce and norm.
+        config: as one_gpu_serve's, and: `shared`, ranks share a GPU; `nocar`, no custom all-reduce; `fuse`, a fused
+            all-reduce and norm of FlashInfer's, which is compiled at the first start.
         port: to listen on.
         rows: of each rank's pool.
         batches: batch sizes to capture graphs for.
@@ -98,7 +98,7 @@ def bench_command(
     ]
     if "nocar" in options:
         flags.append("--disable-custom-all-reduce")
-    if "nofuse" in options:
+    if "fuse" not in options:
         flags.append("--enforce-disable-flashinfer-allreduce-fusion")
     command += " ".join(flags).split() + list(extra)
     if "SGLANG_PLUGINS" in environment:

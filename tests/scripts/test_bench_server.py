@@ -174,7 +174,8 @@ def test_every_pool_has_the_same_bytes(dcp_size):
     ("config", "present", "absent"),
     [
         ("tp2-dcp1", ["--max-total-tokens 640", "--cuda-graph-bs-decode 1 16 64"], ["--disable-custom-all-reduce"]),
-        ("tp2-dcp2-a2a-nocar-nofuse", ["--disable-custom-all-reduce", "--enforce-disable-flashinfer"], []),
+        ("tp2-dcp2-a2a-nocar", ["--disable-custom-all-reduce", "--enforce-disable-flashinfer"], []),
+        ("tp2-dcp2-a2a-fuse", [], ["--enforce-disable-flashinfer", "--disable-custom-all-reduce"]),
         ("tp2-dcp2-cpi-slice", ["--enable-cp-decode-attn-tp", "--attn-cp-size 2"], ["--enable-fp32-lm-head"]),
         ("tp2-dcp2-shared", ["--disable-custom-all-reduce"], []),
     ],

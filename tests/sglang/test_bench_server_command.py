@@ -31,7 +31,7 @@ def mid_size(tmp_path):
         "tp1-dcp1",
         "tp2-dcp1",
         "tp2-dcp2-a2a",
-        "tp2-dcp2-ag_rs-nocar-nofuse",
+        "tp2-dcp2-ag_rs-nocar",
         "tp2-dcp2-cpi-slice",
         "tp8-dcp4-a2a-shared",
     ],
