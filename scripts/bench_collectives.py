@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from collective_bench_cases import Collective, count_per_step, list_collectives, model_tables, share_of_step
+from compare_step_model import setup_of
 from kernel_timing import Timing, time_calls
 
 from nsa_dcp import comm
@@ -140,11 +141,14 @@ def format_shares(records: Sequence[dict], reports: Sequence[dict], dims: ModelD
         "|---|---:|---:|---:|---:|---|",
     ]
     for report in reports:
-        config, resolved = report["config"], report.get("resolved", {})
-        tp_size = int(config.split("-")[0][2:])
-        times = {(one["part"], one["rows"]): one["us"] for one in records if one["ranks"] == tp_size}
-        backend = resolved.get("dcp_comm_backend") or "a2a"
-        counts = count_per_step(config, dims, bool(resolved.get("dcp_replicate_q_proj")), backend)
+        config = report["config"]
+        mode, setup = setup_of(report)
+        times: dict[str, dict[int, float]] = {}
+        for one in sorted(records, key=lambda one: one["rows"]):
+            if one["ranks"] == setup.tp_size:
+                times.setdefault(one["part"], {})[one["rows"]] = one["us"]
+        replicated = mode == "tp_dcp" and setup.replicate_q_proj
+        counts = count_per_step(config, dims, replicated, setup.comm_backend)
         for step in report["decode"]:
             shares = share_of_step(counts, times, step["running"], step["step_us"])
             if shares is None:

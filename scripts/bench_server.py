@@ -239,7 +239,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--config", action="append", required=True)
-    parser.add_argument("--pool-gib", type=float, default=5.5, help="each rank's KV pool; default 5.5")
+    parser.add_argument("--pool-gib", type=float, default=6.0, help="each rank's KV pool; default 6")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768, 131072], help="ascending")
     parser.add_argument("--concurrencies", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--case", type=_case, nargs="+", help="CONTEXTxCONCURRENCY, instead of the grid")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from server_bench_cases import parse_sizes
 
 from nsa_dcp.model_dims import ModelDims
+from nsa_dcp.step_inputs import interpolate
 from nsa_dcp_kernels.kv_format import KV_LORA_RANK, LATENT_BYTES, LATENT_DIM
 
 # A partial in the message of `a2a`: a bfloat16 output and a float32 lse.
@@ -95,12 +96,22 @@ def count_per_step(config: str, dims: ModelDims, replicate_q_proj: bool, comm_ba
 
 
 def share_of_step(
-    counts: Mapping[str, int], times_us: Mapping[tuple[str, int], float], rows: int, step_us: float
+    counts: Mapping[str, int], times_us: Mapping[str, Mapping[int, float]], rows: int, step_us: float
 ) -> dict[str, float] | None:
-    """Each part's time over the step's, as if nothing were hidden; None where a time was not measured."""
-    if any((part, rows) not in times_us for part in counts):
+    """Each part's time over the step's, as if nothing were hidden.
+
+    Args:
+        counts: of count_per_step.
+        times_us: microseconds by part and rows, ascending; between two numbers of rows they are interpolated.
+        rows: requests of the step.
+        step_us: the measured step.
+
+    Returns:
+        The shares; None where a part was not timed, or not for as many rows.
+    """
+    if any(rows > max(times_us.get(part, {}), default=0) for part in counts):
         return None
-    return {part: count * times_us[part, rows] / step_us for part, count in counts.items()}
+    return {part: count * interpolate(times_us[part], rows) / step_us for part, count in counts.items()}
 
 
 def model_tables(records: Sequence[Mapping]) -> dict[str, dict[str, float]]:

@@ -60,12 +60,14 @@ def test_counts_follow_the_mode(config, replicated, backend, expected):
     assert cases.count_per_step(config, GLM, replicated, backend) == expected
 
 
-def test_a_share_needs_every_part_s_time():
+def test_a_share_needs_every_part_s_time_and_is_interpolated_between_rows():
     counts = {"queries": 10, "partials, a2a": 10}
-    times = {("queries", 64): 5.0}
+    times = {"queries": {1: 1.0, 64: 5.0}}
     assert cases.share_of_step(counts, times, 64, 1000.0) is None
-    times["partials, a2a", 64] = 20.0
+    times["partials, a2a"] = {64: 20.0, 128: 40.0}
     assert cases.share_of_step(counts, times, 64, 1000.0) == {"queries": 0.05, "partials, a2a": 0.2}
+    assert cases.share_of_step(counts, times, 65, 1000.0) is None
+    assert cases.share_of_step({"partials, a2a": 10}, times, 96, 1000.0) == {"partials, a2a": 0.3}
 
 
 def test_two_ranks_time_the_small_ones_and_the_tables_replace_the_model_s(tmp_path, capsys):
@@ -74,7 +76,10 @@ def test_two_ranks_time_the_small_ones_and_the_tables_replace_the_model_s(tmp_pa
             {
                 "config": "tp2-dcp2-a2a",
                 "resolved": {"dcp_replicate_q_proj": True, "dcp_comm_backend": "a2a"},
-                "decode": [{"context": 4096, "running": 1, "step_us": 1e6}, {"context": 1, "running": 3, "step_us": 1}],
+                "decode": [
+                    {"context": 4096, "running": 1, "step_us": 1e6},
+                    {"context": 1, "running": 17, "step_us": 1},
+                ],
             }
         ]
     }
@@ -94,8 +99,8 @@ def test_two_ranks_time_the_small_ones_and_the_tables_replace_the_model_s(tmp_pa
     printed = capsys.readouterr().out
     assert "| tp2-dcp2-a2a | 4,096 | 1 | 1000.00 |" in printed
     assert "78 partials, a2a" in printed
-    # No collective was timed for three rows.
-    assert "| tp2-dcp2-a2a | 1 | 3 |" not in printed
+    # No exchange of so many rows was timed.
+    assert "| tp2-dcp2-a2a | 1 | 17 |" not in printed
 
 
 def test_a_run_out_of_time_says_what_is_missing(tmp_path, capsys):
