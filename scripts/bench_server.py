@@ -178,10 +178,14 @@ class ConfigRun:
             for number, length in enumerate(self.arguments.prefill)
         ]
         traced = self.arguments.profile if "profile" in self.config.split("-") else None
+        traced_step = ("profile", lambda: self._profile(probe, ServerCase(*traced)))
         for case in self.cases:
             steps.append((case.name, lambda case=case: self._decode(probe, case)))
-        if traced:
-            steps.append(("profile", lambda: self._profile(probe, ServerCase(*traced))))
+            if (case.context, case.concurrency) == traced:
+                # Its prompts are cached now.
+                steps.append(traced_step)
+        if traced and traced_step not in steps:
+            steps.append(traced_step)
         for name, step in steps:
             if server.process.poll() is not None:
                 raise RuntimeError(f"the server ended with {server.process.returncode}:\n{server.tail(25)}")
