@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Write a tiny checkpoint with real DSA dimensions: seeded random weights, so that every server size has the same ones.
+"""Write a tiny checkpoint with real DSA dimensions, saved so that every server size has the same weights.
 
     one_gpu_model.py OUT {glm,deepseek,glm-mtp,deepseek-mtp}
 
-The weights are scaled so that attention is peaked and makes up most of the residual stream: with plain random weights a
-token's attention averages thousands of values to almost nothing, and losing half of them would not change an answer.
+Its attention looks tokens up (lookup_weights.py). With random weights a token's attention averages thousands of values
+to almost nothing, losing half of them would hardly show, and rounding alone would settle many answers. A draft layer is
+random: it only proposes.
 """
 
 import argparse
@@ -13,13 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from lookup_weights import LookupWeights
 from safetensors.torch import save_file
 
 NUM_LAYERS = 4
-# Only these tokens can be answered; the rows of the others are zero. The fewer there are, the rarer are near ties.
-LIVE_TOKENS = 32
 COMMON = {
-    "vocab_size": 4096,
+    "vocab_size": 16384,
     "hidden_size": 1024,
     "intermediate_size": 2048,
     "moe_intermediate_size": 256,
@@ -92,10 +92,29 @@ def write_checkpoint(out: Path, name: str, seed: int = 0) -> None:
     config = COMMON | {"num_nextn_predict_layers": 0} | MODELS[name]
     (out / "config.json").write_text(json.dumps(config, indent=1))
     generator = torch.Generator().manual_seed(seed)
-    tensors = {key: _fill(shape, scale, generator) for key, shape, scale in _parameters(config)}
-    tensors["lm_head.weight"][LIVE_TOKENS + 3 :] = 0
-    tensors["lm_head.weight"][:3] = 0
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in _tensors(config, generator)}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def _tensors(config: dict, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+    hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
+    lookup = LookupWeights(config, generator)
+    yield "model.embed_tokens.weight", lookup.embedding()
+    yield "lm_head.weight", lookup.head()
+    yield "model.norm.weight", torch.ones(hidden)
+    owns_indexer = [kind == "full" for kind in config.get("indexer_types", ["full"] * num_layers)]
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}."
+        yield f"{prefix}input_layernorm.weight", torch.ones(hidden)
+        yield f"{prefix}post_attention_layernorm.weight", torch.ones(hidden)
+        for name, weight in lookup.attention(layer, owns_indexer[layer]).items():
+            yield f"{prefix}self_attn.{name}", weight
+        # It only has to run: what it adds is small.
+        for name, shape, scale in _mlp(f"{prefix}mlp.", hidden, config["intermediate_size"]):
+            yield name, _fill(shape, scale / 4, generator)
+    if config["num_nextn_predict_layers"]:
+        for name, shape, scale in _draft_layer(f"model.layers.{num_layers}.", config):
+            yield name, _fill(shape, scale, generator)
 
 
 def _fill(shape: tuple[int, ...], scale: float | None, generator: torch.Generator) -> torch.Tensor:
@@ -106,23 +125,7 @@ def _fill(shape: tuple[int, ...], scale: float | None, generator: torch.Generato
     return (torch.randn(shape, generator=generator) * spread).to(torch.bfloat16)
 
 
-def _parameters(config: dict) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    # Embeddings of about 0.5: smaller than what each attention layer adds.
-    yield "model.embed_tokens.weight", (vocab, hidden), 0.5 * hidden**0.5
-    yield "lm_head.weight", (vocab, hidden), 4.0
-    yield "model.norm.weight", (hidden,), None
-    num_layers = config["num_hidden_layers"]
-    for layer in range(num_layers):
-        prefix = f"model.layers.{layer}."
-        owns_indexer = config.get("indexer_types", ["full"] * num_layers)[layer] == "full"
-        yield from _attention(prefix, config, owns_indexer)
-        yield from _mlp(f"{prefix}mlp.", hidden, config["intermediate_size"])
-    if config["num_nextn_predict_layers"]:
-        yield from _draft_layer(f"model.layers.{num_layers}.", config)
-
-
-def _attention(prefix: str, config: dict, owns_indexer: bool) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
+def _draft_attention(prefix: str, config: dict) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     latent, rope, q_rank = config["kv_lora_rank"], config["qk_rope_head_dim"], config["q_lora_rank"]
     nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
@@ -131,14 +134,11 @@ def _attention(prefix: str, config: dict, owns_indexer: bool) -> Iterator[tuple[
     attention = f"{prefix}self_attn."
     yield f"{attention}q_a_proj.weight", (q_rank, hidden), 1.0
     yield f"{attention}q_a_layernorm.weight", (q_rank,), None
-    # Scores of about 3: a handful of tokens takes most of the weight.
     yield f"{attention}q_b_proj.weight", (heads * (nope + rope), q_rank), 3.0
     yield f"{attention}kv_a_proj_with_mqa.weight", (latent + rope, hidden), 1.0
     yield f"{attention}kv_a_layernorm.weight", (latent,), None
     yield f"{attention}kv_b_proj.weight", (heads * (nope + value), latent), 1.0
     yield f"{attention}o_proj.weight", (hidden, heads * value), 2.0
-    if not owns_indexer:
-        return
     index_dim, index_heads = config["index_head_dim"], config["index_n_heads"]
     yield f"{attention}indexer.wq_b.weight", (index_heads * index_dim, q_rank), 1.0
     yield f"{attention}indexer.wk.weight", (index_dim, hidden), 1.0
@@ -161,7 +161,7 @@ def _draft_layer(prefix: str, config: dict) -> Iterator[tuple[str, tuple[int, ..
     yield f"{prefix}eh_proj.weight", (hidden, 2 * hidden), 1.0
     yield f"{prefix}shared_head.norm.weight", (hidden,), None
     yield f"{prefix}shared_head.head.weight", (vocab, hidden), 4.0
-    yield from _attention(prefix, config, owns_indexer=True)
+    yield from _draft_attention(prefix, config)
     experts, width = config["n_routed_experts"], config["moe_intermediate_size"]
     yield f"{prefix}mlp.gate.weight", (experts, hidden), 1.0
     yield f"{prefix}mlp.gate.e_score_correction_bias", (experts,), 0.1

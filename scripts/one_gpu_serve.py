@@ -18,7 +18,7 @@ Compare reports with one_gpu_compare.py. A config is `tpN-dcpM`, then any of
     retract        a small pool, and requests are retracted every few steps
     kill           at the end one rank is killed
     profile        at the end eight decode steps of eight requests are traced, into OUT/CONFIG-trace
-    gpus           each rank has a GPU of its own, and upstream's default collectives
+    gpus           each rank has a GPU of its own, and sglang's own all-reduce
     stock          without nsa-dcp
 
 Every wait is bounded, and every process is ended by its id.
@@ -40,7 +40,7 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VOCAB = 4096
+VOCAB, BOS = 16384, 2
 NEW_TOKENS = 16
 PROFILED_STEPS, PROFILED_TOKENS = 8, 96
 # Slots of all ranks together: fewer than all requests need, so that old ones are taken again, more than any one needs.
@@ -70,11 +70,11 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
         f"--max-total-tokens {POOL_TOKENS[retract] // dcp_size} --max-running-requests 32 --chunked-prefill-size 2048",
         "--schedule-conservativeness 0.1 --cuda-graph-max-bs-decode 16 --enable-fp32-lm-head",
         # The same prefill everywhere.
-        "--cuda-graph-backend-prefill disabled",
+        "--cuda-graph-backend-prefill disabled --enforce-disable-flashinfer-allreduce-fusion",
     ]
     if "gpus" not in options:
         # Ranks that share a GPU cannot map each other's memory.
-        flags.append("--disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion")
+        flags.append("--disable-custom-all-reduce")
     optional = {
         "nograph": "--cuda-graph-backend-decode disabled",
         "a2a": "--dcp-comm-backend a2a",
@@ -188,8 +188,14 @@ def _is_running(process_id: int) -> bool:
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    """Token ids of a fixed prompt, no special ones."""
-    return random.Random(1000003 * seed + length).choices(range(3, VOCAB), k=length)
+    """Token ids of a fixed prompt: different ones of some neighbourhood, of which it holds two thirds.
+
+    The model looks up tokens at small distances (lookup_weights.py): it finds some of them, and others not.
+    """
+    draw = random.Random(1000003 * seed + length)
+    width = length * 3 // 2 + 4
+    first = draw.randrange(BOS + 1, VOCAB - width)
+    return [BOS, *draw.sample(range(first, first + width), length - 1)]
 
 
 def ask(
@@ -241,10 +247,10 @@ def ask_everything(server: Server, retract: bool) -> dict[str, list[dict]]:
         scenes["retracted"] = ask_at_once(server, {f"{n}: 1016 tokens": prompt(1016, n) for n in range(12)})
         return scenes
     scenes["singles"] = [ask(server, f"{length} tokens", prompt(length, 1)) for length in SINGLES]
-    shared = prompt(PREFIX, 2)
+    whole = prompt(PREFIX + AFTER_PREFIX, 2)
     scenes["prefix"] = [
-        ask(server, "a prefix", shared),
-        ask(server, "and more", shared + prompt(AFTER_PREFIX, 3)),
+        ask(server, "a prefix", whole[:PREFIX]),
+        ask(server, "and more", whole),
     ]
     scenes["at once"] = ask_at_once(server, {f"{length} tokens at once": prompt(length, 4) for length in MIXED})
     scenes["uneven"] = ask_at_once(server, {f"{length} tokens uneven": prompt(length, 7) for length in UNEVEN})
@@ -258,7 +264,7 @@ def misuse(server: Server) -> dict[str, object]:
     small = {"temperature": 0, "max_new_tokens": 2}
     return {
         "malformed": server.post({"input_ids": "these are no ids", "sampling_params": small}, 60)[0],
-        "over the pool": server.post({"input_ids": prompt(40000, 5), "sampling_params": small}, 60)[0],
+        "over the pool": server.post({"input_ids": 8 * prompt(5000, 5), "sampling_params": small}, 60)[0],
         "afterwards": server.post({"input_ids": prompt(7, 6), "sampling_params": small}, 60)[0],
     }
 
