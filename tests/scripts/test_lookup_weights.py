@@ -1,43 +1,28 @@
 """The checkpoint of the one-GPU servers: its answers are no ties, and depend on all of its attention."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import one_gpu_model
+import one_gpu_serve
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 LENGTHS = (1, 2, 9, 65, 300)
 STEPS = 8
-
-
-def load(name):
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPTS))
-    return module
 
 
 @pytest.fixture(scope="module", params=["glm", "deepseek"])
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    load("one_gpu_model").write_checkpoint(folder, request.param)
+    one_gpu_model.write_checkpoint(folder, request.param)
     return folder
 
 
 def answer(checkpoint, dtype, hide=lambda positions: positions < 0):
     """Generate greedily after each prompt, with some positions of it hidden; return the best two of every step."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager").eval()
-    prompt = load("one_gpu_serve").prompt
     answers, best = [], []
     for length in LENGTHS:
-        ids = torch.tensor([prompt(length, 4)])
+        ids = torch.tensor([one_gpu_serve.prompt(length, 4)])
         seen = (~hide(torch.arange(length))).long().unsqueeze(0)
         cache = None
         for _ in range(STEPS):

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+# They import each other.
+sys.path.insert(0, str(SCRIPTS))
 ROUNDING = 0.05
 
 
