@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """Compare the answers of two or more servers that one_gpu_serve.py asked the same requests.
 
-    one_gpu_compare.py REFERENCE.json OTHER.json ... --stock-pair STOCK.json STOCK.json [--out SUMMARY.md]
+    one_gpu_compare.py REFERENCE.json OTHER.json ... --stock-pair STOCK.json STOCK.json [--out SUMMARY.md] [--keep FOLDER]
 
 Tokens must be identical. Where they part, both servers' log-probabilities of both tokens are shown. The difference
-passes only if it is within rounding, and so must every log-probability before it be. Rounding is twice the largest
-difference between two servers of stock sglang that divide the same model differently (--stock-pair), or a number of
-nats (--rounding).
+passes only if it is within rounding, and so must that of every generated token before it be. Rounding is twice the
+largest difference between two servers of stock sglang that divide the same model differently (--stock-pair), or a
+number of nats (--rounding).
 """
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ class Comparison:
     """What two reports have in common, and where they part.
 
     tokens, identical: generated tokens compared, and those that are the same.
-    largest: the largest difference between log-probabilities of the same token after the same tokens, in nats.
+    largest: the largest difference between the log-probabilities of a generated token after the same tokens, in nats.
     flips: descriptions of near ties that fell the other way; failures: everything that is not rounding.
     """
 
@@ -68,21 +69,19 @@ def _compare_answers(name: str, a: dict, b: dict, rounding: float, result: Compa
                 return
             continue
         tops = [dict(map(tuple, answer["top"][position])) for answer in (a, b)]
-        both = tops[0].keys() & tops[1].keys()
-        if not both:
-            result.failures.append(f"{name}, token {position}: no common token among the best")
+        if token_a not in tops[0] or token_b not in tops[1]:
+            result.failures.append(f"{name}, token {position}: generated, and not among the best")
             return
-        difference = max(abs(tops[0][token] - tops[1][token]) for token in both)
+        if token_a != token_b:
+            # What follows was generated after other tokens.
+            _judge_flip(f"{name}, token {position}", token_a, token_b, tops, rounding, result)
+            return
+        result.identical += 1
+        difference = abs(tops[0][token_a] - tops[1][token_a])
         result.largest = max(result.largest, difference)
         if difference > rounding:
             result.failures.append(f"{name}, token {position}: log-probabilities differ by {difference:.4f}")
             return
-        if token_a == token_b:
-            result.identical += 1
-            continue
-        # What follows was generated after other tokens.
-        _judge_flip(f"{name}, token {position}", token_a, token_b, tops, rounding, result)
-        return
 
 
 def _judge_flip(
@@ -92,6 +91,7 @@ def _judge_flip(
         result.failures.append(f"{where}: {token_a} and {token_b}, and not among each other's best")
         return
     gaps = [tops[0][token_a] - tops[0][token_b], tops[1][token_b] - tops[1][token_a]]
+    result.largest = max(result.largest, *(abs(tops[0][token] - tops[1][token]) for token in (token_a, token_b)))
     shown = ", ".join(f"{top[token_a]:.5f} / {top[token_b]:.5f}" for top in tops)
     text = f"{where}: {token_a} and {token_b}; log-probabilities {shown}; margins {gaps[0]:.5f} and {gaps[1]:.5f}"
     (result.flips if max(gaps) <= rounding else result.failures).append(text)
@@ -111,27 +111,56 @@ def check_report(report: dict) -> list[str]:
         problems.append(f"misuse was answered {misuse}")
     if "retract" in config.split("-") and not report["retractions"]:
         problems.append("nothing was retracted")
+    # Attention data parallelism deals requests in turn, and each part has a cache of its own.
+    in_turn = any(re.fullmatch(r"dp\d+", option) for option in config.split("-"))
     for answer in report["scenes"].get("prefix", [])[1:]:
-        if not answer["cached_tokens"]:
+        if not answer["cached_tokens"] and not in_turn:
             problems.append("no prefix was found in the cache")
     if "kill" in config.split("-") and report["kill"].get("exit") is None:
         problems.append(f"the server lived on after a rank was killed: {report['kill']}")
     return problems
 
 
-def summarise(name: str, reference: str, result: Comparison, problems: list[str]) -> str:
-    """One server's part of the summary, as Markdown."""
+HEADER = (
+    "| server | identical tokens | reference | capacity | retractions | largest difference, nats | |\n"
+    "|---|---:|---|---:|---:|---:|---|"
+)
+
+
+def summarise(report: dict, reference: str, result: Comparison, problems: list[str]) -> str:
+    """One server's row of the summary."""
     verdict = (
         "FAILED" if result.failures or problems else "same tokens" if not result.flips else "same but for near ties"
     )
-    lines = [
-        f"### {name} against {reference}: {verdict}",
-        f"{result.identical} of {result.tokens} compared tokens identical; largest difference of a log-probability "
-        f"{result.largest:.5f}.",
+    cells = [
+        report["config"],
+        f"{result.identical} of {result.tokens}",
+        reference,
+        f"{report['max_total_num_tokens']:,}",
+        str(report["retractions"]),
+        f"{result.largest:.4f}",
+        verdict,
     ]
-    lines += [f"- FAILED {text}" for text in [*problems, *result.failures]]
-    lines += [f"- near tie {text}" for text in result.flips]
-    return "\n".join(lines)
+    return f"| {' | '.join(cells)} |"
+
+
+def list_findings(report: dict, result: Comparison, problems: list[str]) -> list[str]:
+    """What a row does not say: failures, and near ties that fell the other way."""
+    lines = [f"- {report['config']}: FAILED {text}" for text in [*problems, *result.failures]]
+    return lines + [f"- {report['config']}: near tie {text}" for text in result.flips]
+
+
+def strip_report(report: dict) -> dict:
+    """Return a report as docs/ keeps it: without alternatives, log-probabilities to four digits."""
+    scenes = {
+        scene: [
+            {key: value for key, value in answer.items() if key != "top"}
+            | {"logprobs": [round(logprob, 4) for logprob in answer["logprobs"]]}
+            for answer in answers
+        ]
+        for scene, answers in report["scenes"].items()
+    }
+    return report | {"scenes": scenes}
 
 
 def main() -> None:
@@ -142,24 +171,32 @@ def main() -> None:
     source.add_argument("--stock-pair", type=Path, nargs=2)
     source.add_argument("--rounding", type=float)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--keep", type=Path, help="a folder for the reports without alternatives")
     arguments = parser.parse_args()
-    rounding, parts = arguments.rounding, []
+    rounding, rows, findings = arguments.rounding, [], []
     if arguments.stock_pair:
         stock = [json.loads(path.read_text()) for path in arguments.stock_pair]
         pair = compare_reports(*stock, rounding=float("inf"))
         rounding = 2 * pair.largest
         if pair.failures or rounding > LARGEST_ROUNDING:
             sys.exit(f"the stock pair differs by {pair.largest:.4f}: {pair.failures or 'more than rounding'}")
-        parts.append(summarise(stock[1]["config"], stock[0]["config"], pair, []) + f"\n\nRounding: {rounding:.5f}.")
+        rows.append(summarise(stock[1], stock[0]["config"], pair, []))
+        findings += list_findings(stock[1], pair, [])
     reference = json.loads(arguments.reference.read_text())
     failed = False
     for path in arguments.others:
         other = json.loads(path.read_text())
         result, problems = compare_reports(reference, other, rounding), check_report(other)
         failed = failed or bool(result.failures or problems)
-        parts.append(summarise(other["config"], reference["config"], result, problems))
-    text = "\n\n".join(parts)
+        rows.append(summarise(other, reference["config"], result, problems))
+        findings += list_findings(other, result, problems)
+    text = "\n".join([HEADER, *rows, "", f"Rounding: {rounding:.4f} nats.", *findings])
     print(text)
+    if arguments.keep:
+        arguments.keep.mkdir(parents=True, exist_ok=True)
+        for path in (arguments.reference, *arguments.others, *(arguments.stock_pair or ())):
+            report = strip_report(json.loads(path.read_text()))
+            (arguments.keep / path.name).write_text(json.dumps(report, separators=(",", ":")) + "\n")
     if arguments.out:
         arguments.out.write_text(text + "\n")
     sys.exit(failed)

@@ -25,6 +25,9 @@ Every wait is bounded, and every process is ended by its id.
 """
 
 import argparse
+import datetime
+import http.client
+import importlib.metadata
 import json
 import os
 import random
@@ -42,7 +45,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB, BOS = 16384, 2
 NEW_TOKENS = 16
-PROFILED_STEPS, PROFILED_TOKENS = 8, 96
+PROFILED_STEPS, PROFILED_TOKENS = 8, 1000
 # Slots of all ranks together: fewer than all requests need, so that old ones are taken again, more than any one needs.
 POOL_TOKENS = {False: 24576, True: 8192}
 SINGLES = (1, 63, 64, 65, 2047, 2049, 9000)
@@ -155,7 +158,7 @@ class Server:
                 raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
             try:
                 self.get("/model_info", timeout_s=5)
-            except (urllib.error.URLError, TimeoutError, ConnectionError):
+            except (OSError, http.client.HTTPException):
                 time.sleep(1)
             else:
                 return time.monotonic() - started
@@ -284,11 +287,17 @@ def kill_a_rank(server: Server) -> dict[str, object]:
 
 def profile(server: Server, folder: Path) -> list[str]:
     """Trace decode steps of eight running requests; return the trace files."""
-    requests = {f"{n}: profiled": prompt(1500, 10 + n) for n in range(8)}
-    asking = threading.Thread(target=ask_at_once, args=(server, requests, PROFILED_TOKENS), daemon=True)
+    prompts = [prompt(1500, 10 + n) for n in range(8)]
+
+    def generate(new_tokens: int) -> None:
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        server.post({"input_ids": prompts, "sampling_params": sampling}, REQUEST_TIMEOUT_S)
+
+    # Afterwards the prompts are cached, and what runs a second later are decode steps.
+    generate(1)
+    asking = threading.Thread(target=generate, args=(PROFILED_TOKENS,), daemon=True)
     asking.start()
-    # By then all of them decode.
-    time.sleep(4)
+    time.sleep(1)
     body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["CPU", "GPU"], "with_stack": False}
     server.post(body, REQUEST_TIMEOUT_S, "/start_profile")
     asking.join(REQUEST_TIMEOUT_S)
@@ -300,6 +309,22 @@ def profile(server: Server, folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.glob("*.json.gz"))
 
 
+def describe_host() -> dict[str, object]:
+    """The day, the GPUs, and the versions of what serves."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        gpus = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError) as error:
+        gpus = [f"nvidia-smi: {error}"]
+    versions = {}
+    for package in ("sglang", "torch", "triton", "sgl-flash-mla", "sgl-deep-gemm"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {"date": datetime.date.today().isoformat(), "gpus": gpus, "versions": versions}
+
+
 def run(model: Path, config: str, out: Path, port: int) -> None:
     """Start a config's server, ask, and write its report."""
     command, environment = server_command(model, config, port)
@@ -307,6 +332,7 @@ def run(model: Path, config: str, out: Path, port: int) -> None:
     path = [str(entry_point), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     report = {"config": config, "model": str(model), "command": command, "environment": environment}
+    report |= describe_host()
     started = time.monotonic()
     with Server(command, environment, port, out / f"{config}.log") as server:
         report["ready_s"] = server.wait_until_ready(START_TIMEOUT_S)
@@ -332,7 +358,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--config", action="append", required=True)
-    parser.add_argument("--port", type=int, default=31000)
+    parser.add_argument("--port", type=int, default=21000)
     parser.add_argument("--budget", type=float, default=570, help="seconds; no server is started in the last quarter")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -76,6 +76,9 @@ def _record_selections() -> list[tuple]:
     def recording(select):
         def run(q, weights, index_cache, index_pages, row_request, context_lens, *args, **kwargs):
             selected = select(q, weights, index_cache, index_pages, row_request, context_lens, *args, **kwargs)
+            # A captured step selects only when it is replayed, which nothing here sees.
+            if selected.is_cuda and torch.cuda.is_current_stream_capturing():
+                return selected
             first_pages = index_pages[row_request.long(), 0]
             calls.append((index_cache, first_pages.cpu(), context_lens.cpu(), selected.cpu()))
             return selected

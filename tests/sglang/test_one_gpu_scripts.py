@@ -126,6 +126,11 @@ def test_a_report_that_contradicts_itself_is_a_problem(changes, problem):
     assert problem in found
 
 
+def test_requests_that_are_dealt_in_turn_need_not_find_a_prefix():
+    scenes = {"prefix": [{"cached_tokens": 0}, {"cached_tokens": 0}]}
+    assert compare.check_report(report(config="tp8-dcp4-dp2", scenes=scenes)) == []
+
+
 def test_a_good_report_has_no_problem():
     assert compare.check_report(report()) == []
 
@@ -139,8 +144,13 @@ def test_rounding_comes_from_two_stock_servers(tmp_path):
         paths[-1].write_text(json.dumps(content))
     command = [sys.executable, str(SCRIPTS / "one_gpu_compare.py"), *map(str, paths), "--stock-pair", *map(str, paths)]
     done = subprocess.run([*command, "--out", str(tmp_path / "summary.md")], capture_output=True, text=True, check=True)
-    assert "Rounding: 0.06000" in done.stdout
+    assert "Rounding: 0.0600 nats" in done.stdout
+    assert "| tp4-dcp4 | 2 of 2 | tp4-dcp4 | 256 | 0 | 0.0300 | same tokens |" in done.stdout
     assert (tmp_path / "summary.md").read_text() == done.stdout
+    kept = subprocess.run([*command, "--keep", str(tmp_path / "kept")], capture_output=True, text=True, check=True)
+    assert kept.stdout == done.stdout
+    (answer,) = json.loads((tmp_path / "kept" / "1.json").read_text())["scenes"]["first"]
+    assert answer == {key: value for key, value in answer_of(other).items() if key != "top"}
     strict = subprocess.run([*command[:4], "--rounding", "0.01"], capture_output=True, text=True)
     assert strict.returncode == 1
     assert "differ by 0.0300" in strict.stdout
