@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare the answers of two or more servers that one_gpu_serve.py asked the same requests.
 
-    one_gpu_compare.py REFERENCE.json OTHER.json ... --stock-pair STOCK.json STOCK.json [--out SUMMARY.md] [--keep FOLDER]
+    one_gpu_compare.py REFERENCE.json OTHER.json ... --stock-pair STOCK.json STOCK.json [--out MD] [--keep FOLDER]
 
 Tokens must be identical. Where they part, both servers' log-probabilities of both tokens are shown. The difference
 passes only if it is within rounding, and so must that of every generated token before it be. Rounding is twice the
