@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nsa_dcp.model_dims import ModelDims
 
-H200 = "measured on one H200, 2026-11, torch 2.11.0+cu130, sgl-flash-mla 1.0.0, CUDA-graph replays"
+H200 = "measured on one H200, 2026-11-29, torch 2.11.0+cu130, sgl-flash-mla 1.0.0, CUDA-graph replays"
 H200_PAIR = "measured on two H200 (NV18), 2026-11, NCCL 2.28.9, graph-captured, one GPU per rank"
 _ASSUMED = "assumed, not measured"
 
@@ -37,9 +37,21 @@ class StepInput:
 
 
 _SCALARS = {
-    "memory_bandwidth_gbs": StepInput(4220.0, "GB/s", f"device-to-device copy, read + write, {H200}"),
-    "localize_us": StepInput(5.0, "us per selection", f"localising and scheduling one selection, {_ASSUMED}"),
-    "combine_us": StepInput(5.0, "us per layer", f"merging the partials of one layer, {_ASSUMED}"),
+    "memory_bandwidth_gbs": StepInput(4230.0, "GB/s", f"device-to-device copy, read + write, {H200}"),
+    "cache_write_us": StepInput(
+        2.1, "us per layer, and once more per selection", f"writing latents, writing index keys, {H200}"
+    ),
+    "slots_us": StepInput(
+        0.0,
+        "us per selection",
+        f"0: not counted unless set; the embedded engine's look-up takes 23 to 29 with 16 to 256 rows, {H200}",
+    ),
+    "row_split_us": StepInput(
+        12.0,
+        "us per row-split selection",
+        "taking a rank's rows and putting all ranks' together: what a rank's "
+        f"selection takes beyond scoring and selecting, {H200}",
+    ),
     "other_us_per_layer": StepInput(
         0.0, "us per layer", f"norms, RoPE, router, launches: not counted unless set, {_ASSUMED}"
     ),
@@ -52,44 +64,112 @@ _SCALARS = {
 
 _TABLES = {
     "attend_stock_64": StepInput(
-        {1: 21.9, 8: 26.6, 32: 52.1, 64: 79.7, 128: 119.0, 256: 225.4},
+        {1: 18.6, 8: 22.0, 16: 30.2, 32: 47.3, 64: 73.8, 96: 106.5, 128: 108.8, 160: 156.9, 200: 197.4, 256: 213.3},
         "rows -> us",
-        f"FlashMLA sparse fp8 decode, 64 heads, 2,048 valid indices, stock schedule, {H200}",
+        "FlashMLA sparse fp8 decode, 64 heads, 2,048 valid indices, its own schedule; 32, 96, 160 and 200 rows: with "
+        f"localisation less localisation, {H200}",
     ),
-    "attend_width_256": StepInput(
-        {1: 16.2, 8: 16.4, 32: 24.6, 64: 24.6, 128: 28.4, 256: 49.0},
+    "attend_64_valid_256": StepInput(
+        {
+            1: 12.4,
+            8: 13.1,
+            16: 14.7,
+            32: 17.7,
+            64: 24.1,
+            96: 23.6,
+            128: 24.9,
+            133: 37.7,
+            160: 42.0,
+            200: 46.5,
+            256: 47.0,
+        },
         "rows -> us",
-        f"the same kernel, index width 256, {H200}",
+        f"the same kernel, planned schedule, valid indices Binomial(2048, 1/8), {H200}",
     ),
-    "attend_width_512": StepInput(
-        {1: 17.0, 8: 17.5, 32: 27.5, 64: 39.2, 128: 39.3, 256: 68.3},
+    "attend_64_valid_512": StepInput(
+        {
+            1: 13.3,
+            8: 14.9,
+            16: 17.4,
+            32: 21.9,
+            64: 30.7,
+            96: 36.9,
+            128: 38.6,
+            133: 53.8,
+            160: 60.8,
+            200: 72.6,
+            256: 72.9,
+        },
         "rows -> us",
-        f"the same kernel, index width 512, {H200}",
+        f"the same, Binomial(2048, 1/4), {H200}",
     ),
-    "attend_width_1024": StepInput(
-        {1: 18.3, 8: 20.4, 32: 32.6, 64: 49.4, 128: 58.8, 256: 108.3},
+    "attend_64_valid_1024": StepInput(
+        {
+            1: 18.2,
+            8: 20.9,
+            16: 21.5,
+            32: 31.1,
+            64: 45.4,
+            96: 62.7,
+            128: 63.8,
+            133: 81.8,
+            160: 98.2,
+            200: 122.1,
+            256: 122.4,
+        },
         "rows -> us",
-        f"the same kernel, index width 1,024, {H200}",
+        f"the same, Binomial(2048, 1/2), {H200}",
     ),
-    "attend_dynamic_64": StepInput(
-        {1: 15.1, 16: 18.2, 32: 22.3, 64: 28.0, 96: 28.1, 128: 30.0, 200: 50.2, 256: 52.0},
+    "attend_128_valid_256": StepInput(
+        {1: 11.5, 16: 16.4, 32: 21.3, 64: 21.4, 80: 36.3, 96: 38.7, 128: 38.9},
         "rows -> us",
-        f"the same kernel, exact schedule, valid indices Binomial(2048, 1/8), 64 heads, {H200}",
+        f"128 heads, Binomial(2048, 1/8); one launch holds 132 rows, more run as several, {H200}",
     ),
-    "attend_dynamic_128": StepInput(
-        {1: 15.5, 16: 21.0, 32: 24.1, 64: 25.5, 96: 41.6, 128: 43.3},
+    "attend_128_valid_1024": StepInput(
+        {1: 18.1, 16: 26.5, 32: 36.4, 64: 52.2, 80: 79.0, 96: 97.7, 128: 98.5},
         "rows -> us",
-        f"the same with 128 heads; one launch holds 132 rows, more run as several, {H200}",
+        f"128 heads, Binomial(2048, 1/2), {H200}",
+    ),
+    "attend_128_valid_2048": StepInput(
+        {1: 18.4, 16: 34.8, 32: 55.2, 64: 89.1, 80: 125.8, 96: 146.0, 128: 172.2},
+        "rows -> us",
+        f"128 heads, 2,048 valid indices, {H200}",
+    ),
+    "pad_heads": StepInput(
+        {16: 5.0, 64: 7.9, 128: 12.3, 256: 22.1},
+        "rows of 64 heads -> us",
+        f"8 heads padded to 64: a TP rank's attention with padding less the kernel's alone, {H200}",
+    ),
+    "arrange_heads": StepInput(
+        {294912: 3.3, 589824: 3.4, 1179648: 3.7, 2359296: 5.4, 4718592: 8.4, 9437184: 13.7, 18874368: 25.2},
+        "bytes of all gathered heads -> us",
+        f"gathered queries copied from by rank to by head, {H200}",
+    ),
+    "localize": StepInput(
+        {64: 5.2, 128: 5.8, 256: 7.4},
+        "rows -> us",
+        f"localising and scheduling one selection, 64 heads, dcp 8, {H200}",
+    ),
+    "combine": StepInput(
+        {256: 4.0, 512: 4.3, 1024: 4.7, 2048: 5.6, 4096: 7.6, 8192: 10.4, 16384: 17.1, 262144: 209.7},
+        "rows * gathered heads -> us",
+        f"packing this rank's partial results, unpacking and merging those received, {H200}",
     ),
     "index_scores": StepInput(
-        {131072: 13.2, 262144: 18.4, 1048576: 46.0, 2097152: 80.1},
+        {131072: 19.4, 1048576: 55.9, 2097152: 92.8},
         "rows * context tokens -> us",
-        f"DeepGEMM fp8_paged_mqa_logits, 64 index heads (used unscaled for fewer), {H200}",
+        "queries quantised, DeepGEMM fp8_paged_mqa_logits, entries past a context erased, 64 index heads (used "
+        f"unscaled for fewer), {H200}",
     ),
-    "select_topk": StepInput(
-        {4096: 50.0, 16384: 105.0, 32768: 115.0},
+    "select_context": StepInput(
+        {16384: 18.5, 32768: 25.0, 131072: 38.5},
         "context tokens -> us",
-        f"torch.topk(2048) on those logits, 8 and 64 rows, the larger where both, {H200}",
+        f"this package's selection of 2,048, used for sglang's too: the least by context, 8, 64 and 8 rows, {H200}",
+    ),
+    "select_entries": StepInput(
+        {131072: 18.5, 2097152: 20.1, 67108864: 453.8},
+        "rows * context tokens -> us",
+        f"the same, the least by size: 8 x 16,384, 256 x 8,192, 2,048 x 32,768, {H200}",
     ),
     "all_gather": StepInput(
         {4096: 9.2, 65536: 10.4, 524288: 14.2, 2097152: 28.3, 8388608: 56.8, 67108864: 292.0},

@@ -1,9 +1,10 @@
 """Predict one decode step of a rank in TP, TP-DCP and CP-DCP from measured kernel times and counted bytes.
 
-Per layer, a rank reads its weights once, attends, and in the DCP modes gathers queries, exchanges partial results and
-merges them; layers with an indexer also score and select. Times of kernels and collectives come from tables
-(`step_inputs`), weights from counted bytes over the measured memory bandwidth. Everything is added up: no overlap is
-assumed. Collectives of more than two ranks are read from the two-rank tables at equal bytes received per GPU.
+Per layer, a rank reads its weights once, writes its cache and attends, with heads padded to what the kernel takes; in
+the DCP modes it gathers queries, exchanges partial results and merges them; layers with an indexer also score and
+select. Times of kernels and collectives come from tables (`step_inputs`), weights from counted bytes over the measured
+memory bandwidth. Everything is added up: no overlap is assumed. Collectives of more than two ranks are read from the
+two-rank tables at equal bytes received per GPU.
 
 The result is a prediction. Its worth is in comparing modes at one load, not in the absolute time.
 """
@@ -32,6 +33,7 @@ __all__ = [
 MODES = ("tp", "tp_dcp", "cp_dcp")
 COMM_BACKENDS = ("a2a", "ag_rs")
 MAX_BATCH = 256  # the largest measured batch
+_VALUE_BYTES = 1024  # a head's partial result in bfloat16
 _ROWS_PER_LAUNCH_128 = 132  # two rows for each of the 66 SM parts at 128 heads
 
 
@@ -85,29 +87,48 @@ def predict_step(
     dcp = mode != "tp" and n > 1
 
     terms = dict.fromkeys(
-        ("attention", "localize", "gather_q", "exchange", "combine", "selection", "weights", "all_reduce", "other"), 0.0
+        (
+            "attention",
+            "pad_heads",
+            "localize",
+            "gather_q",
+            "arrange_heads",
+            "exchange",
+            "combine",
+            "selection",
+            "gather_selection",
+            "cache_writes",
+            "weights",
+            "all_reduce",
+            "other",
+        ),
+        0.0,
     )
+    terms["pad_heads"] = layers * _pad_heads(values, heads, batch, sliced_after=dcp)
     if dcp:
         valid = min(context, model.index_topk) / n
-        terms["attention"] = layers * _attend_dynamic(values, heads, batch, valid)
-        terms["localize"] = selections * values["localize_us"]
-        terms["combine"] = layers * values["combine_us"]
+        terms["attention"] = layers * _attend_planned(values, heads, batch, valid)
+        terms["localize"] = selections * interpolate(values["localize"], batch)
+        terms["combine"] = layers * interpolate(values["combine"], batch * heads, extend=True)
         replicated = mode == "tp_dcp" and setup.replicate_q_proj
         if sliced and not replicated:
-            terms["gather_q"] = layers * _gather(values, n, batch * local_heads * model.latent_dim * 2)
+            query_bytes = batch * local_heads * model.latent_dim * 2
+            terms["gather_q"] = layers * _gather(values, n, query_bytes)
+            terms["arrange_heads"] = layers * interpolate(values["arrange_heads"], n * query_bytes, extend=True)
         terms["exchange"] = layers * _exchange(values, setup.comm_backend, n, batch * heads, model.kv_lora_rank)
         if not sliced:  # every rank needs all heads again
             terms["exchange"] += layers * _gather(values, n, batch * heads // n * model.kv_lora_rank * 2)
     else:
         # The stock schedule walks all 2,048 indices however many are valid.
         terms["attention"] = layers * interpolate(values["attend_stock_64"], batch)
-    rows = -(-batch // n) if dcp and setup.row_split_selection else batch
-    selection = interpolate(values["index_scores"], rows * context, extend=True) + interpolate(
-        values["select_topk"], context
-    )
-    if dcp and setup.row_split_selection:
-        selection += _gather(values, n, rows * model.index_topk * 4)
+    row_split = dcp and setup.row_split_selection
+    rows = -(-batch // n) if row_split else batch
+    selection = _select(values, rows, context) + values["slots_us"]
+    if row_split:
+        selection += values["row_split_us"]
+        terms["gather_selection"] = selections * _gather(values, n, rows * model.index_topk * 4)
     terms["selection"] = selections * selection
+    terms["cache_writes"] = (layers + selections) * values["cache_write_us"]
     terms["weights"] = _weight_bytes(model, setup, values, mode, batch) / values["memory_bandwidth_gbs"] / 1e3
     terms["all_reduce"] = (
         layers * (2 if sliced else 1) * _all_reduce(values, setup.tp_size, batch * model.hidden_size * 2)
@@ -230,19 +251,39 @@ def _pool_tokens(model: ModelDims, setup: DecodeSetup, gpu_memory_gib: float, kv
     return {"tp": rows[0].tokens_per_node, "tp_dcp": rows[-1].tokens_per_node, "cp_dcp": rows[-1].tokens_per_node}
 
 
-def _attend_dynamic(values, heads: int, batch: int, valid: float) -> float:
-    """Attention over `valid` indices a row on average: the dcp 8 table, scaled by the measured effect of width."""
-    widths = {
-        256: interpolate(values["attend_width_256"], batch),
-        512: interpolate(values["attend_width_512"], batch),
-        1024: interpolate(values["attend_width_1024"], batch),
-        2048: interpolate(values["attend_stock_64"], batch),
-    }
-    scale = interpolate(widths, valid) / widths[256]
-    if heads <= 64:
-        return scale * interpolate(values["attend_dynamic_64"], batch)
-    launches = -(-batch // _ROWS_PER_LAUNCH_128)
-    return scale * launches * interpolate(values["attend_dynamic_128"], batch / launches)
+def _attend_planned(values, heads: int, batch: int, valid: float) -> float:
+    """Attention over `valid` indices a row on average, between what was measured; over fewer, as over 256."""
+    padded, launches = _padded(heads), 1
+    if padded == 128:
+        launches = -(-batch // _ROWS_PER_LAUNCH_128)
+    prefix = f"attend_{padded}_valid_"
+    times = {int(name.removeprefix(prefix)): table for name, table in values.items() if name.startswith(prefix)}
+    # With 64 heads and everything valid the plan walks what FlashMLA's own schedule does.
+    times.setdefault(2048, values["attend_stock_64"])
+    by_valid = {width: interpolate(times[width], batch / launches) for width in sorted(times)}
+    return launches * interpolate(by_valid, valid)
+
+
+def _pad_heads(values, heads: int, batch: int, sliced_after: bool) -> float:
+    """Padding queries to the heads that the kernel has, and for a DCP rank taking the real ones out of its results."""
+    padded = _padded(heads)
+    if heads == padded:
+        return 0.0
+    time = interpolate(values["pad_heads"], batch * padded // 64, extend=True)
+    if sliced_after:
+        time += interpolate(values["arrange_heads"], batch * heads * _VALUE_BYTES, extend=True)
+    return time
+
+
+def _padded(heads: int) -> int:
+    return 64 if heads <= 64 else 128
+
+
+def _select(values, rows: int, context: int) -> float:
+    """Scoring and selecting: the rounds of a long context take their time for one row too."""
+    scores = interpolate(values["index_scores"], rows * context, extend=True)
+    by_context = interpolate(values["select_context"], context, extend=True)
+    return scores + max(by_context, interpolate(values["select_entries"], rows * context, extend=True))
 
 
 def _exchange(values, backend: str, n: int, row_heads: int, value_dim: int) -> float:

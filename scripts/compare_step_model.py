@@ -4,8 +4,8 @@
     compare_step_model.py MODEL OUT/bench.json [--tables tables.json] [--set NAME=VALUE ...] [--json out.json]
 
 The model predicts attention, selection, merging, collectives, and reading weights once. It does not predict norms,
-RoPE, routing, what matrix products take beyond reading weights, cache writes, sampling, launches, or the host. So there
-are two comparisons: the plain one; and one in which what is not predicted is taken from the first config, the measured
+RoPE, routing, what matrix products take beyond reading weights, sampling, launches, or the host. So there are two
+comparisons: the plain one; and one in which what is not predicted is taken from the first config, the measured
 step less the predicted one, at the same context and batch (or the closest batch, marked ~). The second tests what the
 model says about the difference between modes.
 """

@@ -127,9 +127,9 @@ def test_a_missing_matplotlib_is_said_with_the_command_that_brings_it(run, tmp_p
 def test_model_says_predicted_and_json_carries_the_inputs(run):
     status, out, _ = run(*MODEL)
     assert status == 0 and out.startswith("predicted decode step")
-    report = json.loads(run(*MODEL, "--json", "--set", "combine_us=7")[1])
+    report = json.loads(run(*MODEL, "--json", "--set", "slots_us=7")[1])
     assert report["kind"] == "predicted"
-    assert report["inputs"]["combine_us"] == {"value": 7.0, "unit": "us per layer", "source": "given with --set"}
+    assert report["inputs"]["slots_us"] == {"value": 7.0, "unit": "us per selection", "source": "given with --set"}
 
 
 def test_model_replicates_the_q_projection_with_a2a_unless_told_otherwise(run):
