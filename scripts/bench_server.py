@@ -81,14 +81,6 @@ def _output_of(command: str) -> str:
         return ""
 
 
-def write_weights_entry_point(folder: Path) -> None:
-    """Make random_weights known to sglang as a plugin, beside nsa-dcp's in the same folder."""
-    dist_info = folder / "random_weights-0.dist-info"
-    dist_info.mkdir(parents=True, exist_ok=True)
-    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: random-weights\nVersion: 0\n")
-    (dist_info / "entry_points.txt").write_text("[sglang.srt.plugins]\nrandom_weights = random_weights:register\n")
-
-
 class ConfigRun:
     """One config's server, from its start to its end. `report` is on disk after every step."""
 
@@ -140,8 +132,10 @@ class ConfigRun:
         command, environment = bench_command(
             self.arguments.model, self.config, self.port, self.rows, batches, self.arguments.server_flag
         )
-        site = serve.write_entry_point(self.out / "site")
-        write_weights_entry_point(site)
+        plugins = {"random_weights": "random_weights:register"}
+        if "shared" in self.config.split("-"):
+            plugins |= serve.SHARED_GPU
+        site = serve.write_entry_points(self.out / f"{self.config}-site", **plugins)
         scripts = Path(__file__).resolve().parent
         path = [str(site), str(serve.ROOT), str(serve.ROOT / "kernels"), str(scripts), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))

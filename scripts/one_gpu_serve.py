@@ -4,7 +4,9 @@
     one_gpu_serve.py MODEL OUT --config tp1-dcp1 --config tp4-dcp4 --config tp4-dcp2-ag_rs-nograph
 
 One server is started per config, asked, and ended; OUT/CONFIG.json is its report, and a config that has one is skipped.
-Compare reports with one_gpu_compare.py. A config is `tpN-dcpM`, then any of
+Compare reports with one_gpu_compare.py. All ranks share the first visible GPU (shared_gpu.py; NCCL 2.30 or later) and
+take turns on it; under a CUDA MPS daemon they run beside each other, and 8 ranks answer in seconds. A config is
+`tpN-dcpM`, then any of
 
     a2a, ag_rs     the exchange between ranks
     qrep, noqrep   --dcp-replicate-q-proj on or off
@@ -42,7 +44,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import shared_gpu
+
 ROOT = Path(__file__).resolve().parents[1]
+SHARED_GPU = {"shared_gpu": "shared_gpu:register"}
 VOCAB, BOS = 16384, 2
 NEW_TOKENS = 16
 PROFILED_STEPS, PROFILED_TOKENS = 8, 1000
@@ -93,20 +98,31 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
     }
     flags += [flag for option, flag in optional.items() if option in options]
     flags += [f"--attn-dp-size {option[2:]}" for option in options if re.fullmatch(r"dp\d+", option)]
-    environment = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"} if retract else {}
+    # Without DCP too, short prompts are attended to by the sparse kernels.
+    environment = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
+    if "gpus" not in options:
+        environment |= shared_gpu.ENVIRONMENT
+    if retract:
+        environment |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
     if "stock" in options:
-        environment["SGLANG_PLUGINS"] = "none"
+        # The plugins that are loaded, by name.
+        environment["SGLANG_PLUGINS"] = "none" if "gpus" in options else "shared_gpu"
     words = " ".join(flags).split()
     return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *words], environment
 
 
-def write_entry_point(folder: Path) -> Path:
-    """Write what pip would install to make the plugin known, for a tree that is on PYTHONPATH; return the folder."""
+def write_entry_points(folder: Path, **more: str) -> Path:
+    """Write what pip would install to make plugins known, for a tree that is on PYTHONPATH; return the folder.
+
+    Args:
+        folder: made if it is not there; what an earlier call wrote is replaced.
+        more: plugins beside nsa-dcp's own, name to target.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     dist_info = folder / "nsa_dcp-0.dist-info"
     dist_info.mkdir(parents=True, exist_ok=True)
     (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: nsa-dcp\nVersion: 0\n")
-    plugins = project["entry-points"]["sglang.srt.plugins"]
+    plugins = project["entry-points"]["sglang.srt.plugins"] | more
     lines = [f"{name} = {target}" for name, target in plugins.items()]
     (dist_info / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *lines, ""]))
     return folder
@@ -328,8 +344,8 @@ def describe_host() -> dict[str, object]:
 def run(model: Path, config: str, out: Path, port: int) -> None:
     """Start a config's server, ask, and write its report."""
     command, environment = server_command(model, config, port)
-    entry_point = write_entry_point(out / "site")
-    path = [str(entry_point), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    site = write_entry_points(out / f"{config}-site", **({} if "gpus" in config.split("-") else SHARED_GPU))
+    path = [str(site), str(ROOT), str(ROOT / "kernels"), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     report = {"config": config, "model": str(model), "command": command, "environment": environment}
     report |= describe_host()

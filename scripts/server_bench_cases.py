@@ -20,7 +20,7 @@ LOG_INTERVAL = 10
 NEW_TOKENS = 400
 FIRST_TOKEN = 3
 # Overrides what one_gpu_serve chooses for tiny models on one GPU.
-_DROPPED = ("--enable-fp32-lm-head",)
+_DROPPED = ("--enable-fp32-lm-head", "--enforce-disable-flashinfer-allreduce-fusion")
 
 
 @dataclass(frozen=True, order=True)
@@ -102,7 +102,7 @@ def bench_command(
         flags.append("--enforce-disable-flashinfer-allreduce-fusion")
     command += " ".join(flags).split() + list(extra)
     if "SGLANG_PLUGINS" in environment:
-        environment["SGLANG_PLUGINS"] = "random_weights"
+        environment["SGLANG_PLUGINS"] = "random_weights,shared_gpu" if "shared" in options else "random_weights"
     return command, environment
 
 

@@ -86,9 +86,9 @@ if __name__ == "__main__":
 
 
 def test_the_ranks_fill_in_random_weights_and_the_launcher_imports_no_model(tmp_path):
-    from bench_server import write_weights_entry_point
+    import one_gpu_serve
 
-    write_weights_entry_point(tmp_path)
+    one_gpu_serve.write_entry_points(tmp_path, random_weights="random_weights:register")
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, [tmp_path, ROOT / "scripts"])),

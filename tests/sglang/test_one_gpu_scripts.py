@@ -175,6 +175,13 @@ def test_a_config_says_how_its_server_is_started(config, present, absent):
     assert all(word in line for word in present)
     assert not any(word in line for word in absent)
     assert ("SGLANG_TEST_RETRACT" in environment) == ("retract" in config)
+    assert environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+
+
+def test_ranks_with_gpus_of_their_own_use_sglang_s_all_reduce():
+    command, environment = serve.server_command(Path("model"), "tp2-dcp2-gpus", 31000)
+    assert "--disable-custom-all-reduce" not in command
+    assert not any(name.startswith("NCCL") for name in environment)
 
 
 def test_a_trace_is_summed_by_step():
@@ -240,11 +247,30 @@ def test_a_server_that_dies_at_its_start_is_reported_with_its_log(tmp_path, unus
 
 
 def test_the_entry_point_is_found_as_if_it_were_installed(tmp_path):
-    folder = serve.write_entry_point(tmp_path / "site")
+    folder = serve.write_entry_points(tmp_path / "site")
     program = "import importlib.metadata as m; print([e.value for e in m.entry_points(group='sglang.srt.plugins')])"
     environment = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert "nsa_dcp.sglang_plugin.plugin:register" in done.stdout
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("module", ["entrypoints.engine", "managers.data_parallel_controller"])
+def test_every_rank_is_given_the_first_gpu(tmp_path, module):
+    folder = serve.write_entry_points(tmp_path / "site", **serve.SHARED_GPU)
+    program = f"""
+from sglang.srt import {module.partition(".")[0]}
+from sglang.srt.{module} import load_plugins
+import sglang.srt.{module} as starter
+load_plugins()
+with starter.maybe_reindex_device_id(5) as gpu_id:
+    print("gpu", gpu_id)
+"""
+    root = SCRIPTS.parent
+    path = [str(folder), str(root), str(root / "kernels"), str(SCRIPTS)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert "gpu 0" in done.stdout, done.stderr
 
 
 @pytest.fixture
