@@ -11,7 +11,7 @@ from nsa_dcp import comm
 from nsa_dcp_kernels import score_index, select_topk
 
 # Bounds the [rows, max_context_len] float32 scores held at once.
-_LOGITS_BYTES = 256 << 20
+_LOGITS_BYTES = 1 << 30
 
 
 def select_positions(

@@ -135,14 +135,16 @@ def attend_compact(
         out, lse = _attend_bf16(q, kv_rows, rows, length, sm_scale)
     if not raw_lse:
         lse = lse.nan_to_num_(nan=float("nan"), posinf=float("-inf"), neginf=float("-inf"))
-    if heads != num_heads:
-        out, lse = out[:, :num_heads].contiguous(), lse[:, :num_heads].contiguous()
-    return out, lse
+    # Without the padding, and without copying: what merges the parts reads them by their strides.
+    return out[:, :num_heads], lse[:, :num_heads]
 
 
 def _padded_queries(q: torch.Tensor, heads: int) -> torch.Tensor:
     if q.shape[1] != heads:
-        return F.pad(q, (0, 0, 0, heads - q.shape[1]))
+        # A head's result depends on its own query alone, and those of the padding are dropped: whatever is there.
+        padded = q.new_empty(q.shape[0], heads, q.shape[2])
+        padded[:, : q.shape[1]] = q
+        return padded
     # The kernels read rows through TMA: dense values, 16-byte strides.
     return q if q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 else q.contiguous()
 

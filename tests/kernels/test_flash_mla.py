@@ -391,3 +391,22 @@ def test_missing_flash_mla_is_named_with_the_command(module, message, monkeypatc
     monkeypatch.setitem(sys.modules, "flash_mla", module)
     with pytest.raises(RuntimeError, match=message):
         _flash_mla.load_flash_mla.__wrapped__()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(("num_tokens", "num_heads"), [(9, 16), (70, 32), (9, 96), (300, 16)])
+def test_what_stands_in_the_padding_of_heads_reaches_no_result(num_tokens, num_heads, dtype):
+    slots = draw_slots(num_tokens, 512, 4096).cuda()
+    cache = draw_cache(2048, dtype, torch.arange(2048)).cuda()
+    q = torch.randn(num_tokens, num_heads, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    zeros = torch.nn.functional.pad(q, (0, 0, 0, (64 if num_heads < 64 else 128) - num_heads))
+    selection = localize_selection(slots, 2, 0)
+    expected = attend_selection(zeros, cache, selection, SM_SCALE)
+    # Memory that the next allocations of these sizes are given.
+    poison = [torch.full_like(zeros, float("nan")) for _ in range(8)]
+    del poison
+    out, lse = attend_selection(q, cache, selection, SM_SCALE)
+    assert_bitwise_equal(
+        (out.contiguous(), lse.contiguous()), tuple(part[:, :num_heads].contiguous() for part in expected)
+    )
