@@ -17,9 +17,9 @@ import torch
 
 from nsa_dcp.sglang_plugin.validation import PAGE_SIZE
 
-# Measured on an H200 (docs/performance.md, "Selection and scoring"): 64 rows of 32K save 67 us a layer at dcp 8, and the
-# gather costs 10 to 14; 8 rows of 16K save 8. Context lengths would move this bound, to fewer rows at 128K, but are
-# unknown when a graph is captured.
+# Measured on an H200 with this repository's top-k (docs/performance.md, "Selection and scoring"): 64 rows of 32K save
+# 67 us a layer at dcp 8, and the gather costs 10 to 14; 8 rows of 16K save 8. Longer contexts would lower this bound,
+# but are unknown when a graph is captured.
 MIN_ROWS = 64
 
 
@@ -51,9 +51,9 @@ class DecodeShare:
     def narrow(self, metadata: Any, layer_id: int, rows: slice) -> Any:
         """Return the metadata of this rank's rows, from an earlier layer of this step where one made it.
 
-        Layers run in ascending order, so a layer that is not after the last one begins another step. The metadata object
-        alone would not tell: a graph's warm-up, its capture and its replays share one, and what the capture found made
-        already would be missing from the graph.
+        Layers run in ascending order, so a layer that is not after the last one begins another step. The metadata
+        object alone would not tell: a graph's warm-up, its capture and its replays share one, and what the capture
+        found made already would be missing from the graph.
 
         Args:
             metadata: sglang's DSAIndexerMetadata of a decode batch.

@@ -167,7 +167,10 @@ def _check_row_split(model: Any) -> None:
 
     for layer in model.modules():
         if isinstance(layer, DeepseekV2AttentionMLA) and not layer.skip_topk:
-            for method, split in (("_get_topk_ragged", RowSplitSelection), ("_get_topk_paged", RowSplitDecodeSelection)):
+            for method, split in (
+                ("_get_topk_ragged", RowSplitSelection),
+                ("_get_topk_paged", RowSplitDecodeSelection),
+            ):
                 require(
                     isinstance(getattr(layer.indexer, method, None), split),
                     f"layer {layer.layer_id} to select by {split.__name__}",

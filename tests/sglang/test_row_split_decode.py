@@ -124,7 +124,8 @@ def indexer(played):
     indexer = object.__new__(Indexer)
     torch.nn.Module.__init__(indexer)
     indexer.index_topk, indexer.n_heads, indexer.sm_count = TOPK, HEADS, NUM_SMS
-    indexer.num_init_tokens = indexer.num_local_tokens = 0
+    # A context's first token and its last two are always selected.
+    indexer.num_init_tokens, indexer.num_local_tokens = 1, 2
     indexer.paged_mqa_logits_backend = DSAPagedMQALogitsBackend.DEEPGEMM
     return indexer
 
@@ -305,6 +306,8 @@ def test_ranks_agree_where_their_own_kernels_would_not(make_backend):
     + [(64, 8, mode) for mode in ("TARGET_VERIFY", "DRAFT_EXTEND_V2", "IDLE")],
 )
 def test_small_and_odd_batches_and_other_steps_are_left_as_they_are(make_backend, num_rows, world_size, mode):
+    from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare, RowSplitDecodeSelection
+
     seen = []
     q, weights, requests, lengths = draw(num_rows, seed=11)
     metadata = decode.prepare_step(make_backend("v2"), requests, lengths, capturing=True)
@@ -315,29 +318,27 @@ def test_small_and_odd_batches_and_other_steps_are_left_as_they_are(make_backend
         return result
 
     group = SimpleNamespace(world_size=world_size, rank_in_group=1)
-    from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare, RowSplitDecodeSelection
-
     assert RowSplitDecodeSelection(select, DecodeShare(group))(batch, 0, q, weights, metadata) is result
     assert all(mine is given for mine, given in zip(seen[0], (batch, 0, q, weights, metadata), strict=True))
 
 
-def test_every_size_that_sglang_captures_from_64_is_split_over_2_4_and_8_ranks():
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_every_size_that_sglang_captures_is_split_from_64_rows(monkeypatch, world_size):
     from sglang.srt.arg_groups import cuda_graph_hook
 
     from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare
 
-    source = textwrap.dedent(inspect.getsource(cuda_graph_hook.generate_decode_cuda_graph_batch_sizes))
-    assert "list(range(16, 257, 8))" in source
-    assert "list(range(272, 512, 16))" in source
-    assert "list(range(512, max_bs + 1, 32))" in source
-    for world_size in (2, 4, 8):
-        shares = [DecodeShare(SimpleNamespace(world_size=world_size, rank_in_group=r)) for r in range(world_size)]
-        for size in [*range(16, 257, 8), *range(272, 512, 16), *range(512, 1025, 32)]:
-            rows = [share.rows(size) for share in shares]
-            if size < 64:
-                assert rows == [None] * world_size
-            else:
-                assert [row for part in rows for row in range(size)[part]] == list(range(size))
+    monkeypatch.setattr(cuda_graph_hook, "resolving_view", lambda arguments: arguments)
+    arguments = SimpleNamespace(disable_cuda_graph_padding=False, speculative_algorithm=None)
+    sizes = cuda_graph_hook.generate_decode_cuda_graph_batch_sizes(arguments, 1024)
+    assert (sizes[0], sizes[-1]) == (1, 1024)
+    shares = [DecodeShare(SimpleNamespace(world_size=world_size, rank_in_group=r)) for r in range(world_size)]
+    for size in sizes:
+        rows = [share.rows(size) for share in shares]
+        if size < 64:
+            assert rows == [None] * world_size
+        else:
+            assert [row for part in rows for row in range(size)[part]] == list(range(size))
 
 
 def test_an_indexer_is_split_once_and_all_share_their_steps_metadata(indexer):
