@@ -26,6 +26,8 @@ INDEX_KEY_BYTES = INDEX_HEAD_DIM + INDEX_HEAD_DIM // QUANT_TILE * 4  # fp8 value
 KV_CACHE_DTYPES = ("fp8_e4m3", "bf16")
 GIB = 1 << 30
 HEAD_BUCKETS = (64, 128)  # the head counts FlashMLA's sparse kernels are compiled for
+# nsa_dcp_kernels attends to packed rows instead of dequantising more than this.
+MOST_DEQUANTISED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,15 @@ class TemporaryBuffers:
         attention_scratch: FlashMLA's split-KV accumulators for one launch.
         exchange: partial outputs with their lse, sent and received.
         page_gather: the packed prefix and chunk of one layer for `context` tokens (CP-DCP prefill); 0 at dcp 1.
+        dequantised: the most that prefill takes to dequantise one layer's rows, its own (TP-DCP) or gathered ones
+            (CP-DCP), before it attends to them; 0 for bf16 and at dcp 1.
     """
 
     gathered_q: int
     attention_scratch: int
     exchange: int
     page_gather: int
+    dequantised: int
 
 
 @dataclass(frozen=True)
@@ -245,6 +250,7 @@ def plan(
                         local_heads=model.num_attention_heads // span,
                         rows=chunked_prefill_size,
                         context=largest if context is None else context,
+                        pool_rows=pool_rows + page_size,
                         page_size=page_size,
                         sm_count=sm_count,
                     ),
@@ -272,10 +278,18 @@ def temporary_buffers(
     local_heads: int,
     rows: int,
     context: int,
+    pool_rows: int,
     page_size: int = 64,
     sm_count: int = 132,
 ) -> TemporaryBuffers:
-    """Bytes of one GPU's working buffers for a prefill chunk of `rows` query tokens and a gathered `context`.
+    """Bytes of one GPU's working buffers for a prefill chunk.
+
+    Args:
+        model, kv_cache_dtype, dcp_size, page_size, sm_count: as in `plan`.
+        local_heads: query heads of one rank before they are gathered.
+        rows: query tokens of the chunk.
+        context: tokens that CP-DCP gathers; 0 without it.
+        pool_rows: rows of a layer's pool on one GPU, which TP-DCP attends to.
 
     FlashMLA's scratch is `(rows + parts) * heads * 2 KiB` for one launch, and a launch takes at most twice `parts`
     rows, `parts = sm_count // (heads // 64)`: longer chunks run as several launches that reuse it.
@@ -284,12 +298,15 @@ def temporary_buffers(
     bucket = next((size for size in HEAD_BUCKETS if gathered <= size), gathered)
     parts = max(sm_count // max(bucket // 64, 1), 1)
     launch_rows = min(rows, 2 * parts)
-    local_pages = math.ceil(context / (page_size * dcp_size))
+    gathered_rows = math.ceil(context / (page_size * dcp_size)) * page_size * dcp_size
+    dequantised = min(max(pool_rows, gathered_rows) * model.latent_dim * 2, MOST_DEQUANTISED_BYTES)
+    spread = dcp_size > 1
     return TemporaryBuffers(
-        gathered_q=rows * gathered * model.latent_dim * 2 if dcp_size > 1 else 0,
+        gathered_q=rows * gathered * model.latent_dim * 2 if spread else 0,
         attention_scratch=(launch_rows + parts) * bucket * model.kv_lora_rank * 4,
-        exchange=2 * rows * gathered * (model.kv_lora_rank * 2 + 4) if dcp_size > 1 else 0,
-        page_gather=local_pages * page_size * dcp_size * latent_bytes(model, kv_cache_dtype) if dcp_size > 1 else 0,
+        exchange=2 * rows * gathered * (model.kv_lora_rank * 2 + 4) if spread else 0,
+        page_gather=gathered_rows * latent_bytes(model, kv_cache_dtype) if spread else 0,
+        dequantised=dequantised if spread and kv_cache_dtype == "fp8_e4m3" else 0,
     )
 
 

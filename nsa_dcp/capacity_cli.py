@@ -106,7 +106,7 @@ def format_plan(result: capacity.Plan) -> str:
     lines += [
         "",
         "temporary buffers per GPU, MiB (beside the pools; leave room for them)",
-        "KV dtype  dcp   gathered q   attention scratch   exchange   page gather (CP-DCP)   padding page",
+        "KV dtype  dcp   gathered q   attention scratch   exchange   page gather (CP-DCP)   dequantised   padding page",
     ]
     mib = 1 << 20
     for row in result.rows:
@@ -114,7 +114,8 @@ def format_plan(result: capacity.Plan) -> str:
         lines.append(
             f"{row.kv_cache_dtype:<9} {row.dcp_size:>3} {buffers.gathered_q / mib:>12,.0f} "
             f"{buffers.attention_scratch / mib:>19,.0f} {buffers.exchange / mib:>10,.0f} "
-            f"{buffers.page_gather / mib:>22,.0f} {row.reserved_bytes / mib:>14,.1f}"
+            f"{buffers.page_gather / mib:>22,.0f} {buffers.dequantised / mib:>13,.0f} "
+            f"{row.reserved_bytes / mib:>14,.1f}"
         )
     notes = [f"dcp {row.dcp_size}: refused, {row.refusal}" for row in result.rows if row.refusal]
     if any(row.index_shards > 1 for row in result.rows):

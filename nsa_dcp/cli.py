@@ -2,29 +2,38 @@
 
 import argparse
 import os
+import pkgutil
 import sys
 
 from nsa_dcp import __version__
-from nsa_dcp.capacity_cli import add_model_parser, add_plan_parser
-from nsa_dcp.hf.generate import add_generate_parser
-from nsa_dcp.sglang_plugin.doctor import add_doctor_parser
+
+# Imported one by one: planning needs no torch, and doctor must answer where torch is broken.
+_COMMANDS = {
+    "generate": "nsa_dcp.hf.generate:add_generate_parser",
+    "plan": "nsa_dcp.capacity_cli:add_plan_parser",
+    "model": "nsa_dcp.capacity_cli:add_model_parser",
+    "doctor": "nsa_dcp.sglang_plugin.doctor:add_doctor_parser",
+}
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Declare every subcommand. Each sets `run`, a function from parsed arguments to an exit status."""
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Declare a subcommand, or every one. Each sets `run`, a function from parsed arguments to an exit status.
+
+    Args:
+        command: the only one to declare, where it exists.
+    """
     parser = argparse.ArgumentParser(prog="nsa-dcp", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_generate_parser(subparsers)
-    add_plan_parser(subparsers)
-    add_model_parser(subparsers)
-    add_doctor_parser(subparsers)
+    for name in [command] if command in _COMMANDS else _COMMANDS:
+        pkgutil.resolve_name(_COMMANDS[name])(subparsers)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. A refusal is one sentence on standard error and exit status 2."""
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = build_parser(words[0] if words else None).parse_args(words)
     try:
         status = args.run(args)
         sys.stdout.flush()

@@ -211,7 +211,7 @@ class RankStep:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A DCP rank attends to what it holds; a TP rank to all slots, with FlashMLA's own schedule."""
         if isinstance(selection, LocalSelection):
-            return attend_selection(q, self.latents[layer], selection, SM_SCALE)
+            return attend_selection(q, self.latents[layer], selection, SM_SCALE, raw_lse=True)
         padded = _flash_mla._padded_queries(q, self.padded_heads)
         out, lse = _flash_mla.launch_packed(padded, self.latents[layer], selection, SM_SCALE, self.stock_schedule)
         return out[:, : self.heads], lse[:, : self.heads]

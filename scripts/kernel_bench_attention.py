@@ -141,12 +141,12 @@ def bench_prefill(num_tokens: int, cache_rows: int, dcp_size: int, heads: int = 
     q, slots = draw_queries(num_tokens, heads), draw_slots(num_tokens, dcp_size, cache_rows)
     case = f"T={num_tokens} cache={cache_rows} heads={heads} dcp={dcp_size}"
     flop = 2 * num_tokens * TOPK // dcp_size * heads * (LATENT_DIM + KV_LORA_RANK)
-    decide = _flash_mla._dequantising_pays
+    decide = _flash_mla.dequantised_bytes
     for op, pays in (("prefill fp8, planned launches", False), ("prefill fp8, dequantised", True)):
-        _flash_mla._dequantising_pays = lambda num_tokens, num_rows, pays=pays: pays
+        _flash_mla.dequantised_bytes = lambda *_, pays=pays: int(pays)
         call = [lambda: attend_selection(q, cache, localize_selection(slots, dcp_size, 0), SM_SCALE)]
         yield Record(op, case, time_calls(call, 8), flop=flop)
-    _flash_mla._dequantising_pays = decide
+    _flash_mla.dequantised_bytes = decide
     yield Record(
         "prefill fp8, stock schedule", case, time_calls([walk_everything(slots, dcp_size, q, cache)], 8), flop=flop
     )

@@ -18,14 +18,20 @@ from nsa_dcp_kernels import (
 from nsa_dcp_kernels.kv_format import INDEX_KEY_BYTES, LATENT_BYTES, LATENT_DIM, PAGE_SIZE
 
 
-def bench_cache_writes(num_tokens: int, dcp_size: int) -> Iterator[Record]:
+def draw_slots(num_sets: int, num_tokens: int, dcp_size: int, run: int) -> torch.Tensor:
+    """[sets, T] int32: runs of `run` consecutive slots, each somewhere else."""
+    runs = torch.randperm(num_sets * num_tokens * dcp_size // run, device="cuda")[: num_sets * num_tokens // run]
+    return (runs.unsqueeze(1) * run + torch.arange(run, device="cuda")).int().view(num_sets, num_tokens)
+
+
+def bench_cache_writes(num_tokens: int, dcp_size: int, run: int) -> Iterator[Record]:
     """A step's latents quantised into the rows that rank 0 owns, and its index keys."""
     num_sets = max(2, min(16, 65536 // num_tokens))
     rows = num_sets * num_tokens
     cache = torch.zeros(rows, LATENT_BYTES, dtype=torch.uint8, device="cuda")
-    slots = torch.randperm(rows * dcp_size, device="cuda")[: num_sets * num_tokens].int().view(num_sets, -1)
+    slots = draw_slots(num_sets, num_tokens, dcp_size, run)
     latents = torch.randn(num_sets, num_tokens, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
-    case = f"T={num_tokens} dcp={dcp_size}"
+    case = f"T={num_tokens} dcp={dcp_size} runs={run}"
     owned = num_tokens // dcp_size
     calls = [
         lambda at=at: scatter_latent_(cache, latents[at, :, :512], latents[at, :, 512:], slots[at], dcp_size, 0)
@@ -33,7 +39,7 @@ def bench_cache_writes(num_tokens: int, dcp_size: int) -> Iterator[Record]:
     ]
     moved = owned * (2 * LATENT_DIM + LATENT_BYTES) + 4 * num_tokens
     yield Record("pack + scatter latents", case, time_calls(calls), moved_bytes=moved)
-    if dcp_size == 1:
+    if dcp_size == 1 and run > 1:
         calls = [lambda at=at: pack_latent(latents[at, :, :512], latents[at, :, 512:]) for at in range(num_sets)]
         yield Record("pack latents", case, time_calls(calls), moved_bytes=num_tokens * (2 * LATENT_DIM + LATENT_BYTES))
         keys = torch.randn(num_sets, num_tokens, 128, dtype=torch.bfloat16, device="cuda")
@@ -84,8 +90,9 @@ def bench_page_gather(num_pages: int, dcp_size: int = 8) -> Iterator[Record]:
 
 
 def bench_all(quick: bool) -> Iterator[Record]:
-    for num_tokens, dcp_size in [(128, 8), (8192, 1), (8192, 8)]:
-        yield from bench_cache_writes(num_tokens, dcp_size)
+    # Tokens of a decode step stand anywhere, those of a prefill chunk in whole pages.
+    for num_tokens, dcp_size, run in [(128, 8, 1), (8192, 1, 1), (8192, 1, PAGE_SIZE), (8192, 8, 8 * PAGE_SIZE)]:
+        yield from bench_cache_writes(num_tokens, dcp_size, run)
     for num_tokens in (128, 4096):
         yield from bench_merges(num_tokens)
     if not quick:

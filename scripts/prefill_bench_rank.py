@@ -25,6 +25,7 @@ from nsa_dcp_kernels import (
     merge_packed,
     pack_partials,
 )
+from nsa_dcp_kernels.dequantisation import dequantised_bytes
 from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, LATENT_DIM, PAGE_SIZE
 from nsa_dcp_kernels.schedule import count_parts, plan_rows
 
@@ -161,20 +162,21 @@ def bench_case(case: PrefillCase, dims: ModelDims, pool_pages: int) -> dict[str,
         del calls
         torch.cuda.empty_cache()
     attended = {
-        "tp_dcp": (case.chunk, pool_pages * PAGE_SIZE),
-        "cp_dcp": (case.rank_tokens, case.dcp_size * case.pages * PAGE_SIZE),
+        "tp_dcp": (case.chunk, pool_pages * PAGE_SIZE, case.dcp_size),
+        # Whatever the ranks hold, all of a selection lies in the gathered rows.
+        "cp_dcp": (case.rank_tokens, case.dcp_size * case.pages * PAGE_SIZE, 1),
     }
     return {
         "parts": parts,
-        "attended_rows": {mode: rows for mode, (_, rows) in attended.items()},
-        "dequantised": {mode: _flash_mla._dequantising_pays(*sizes) for mode, sizes in attended.items()},
+        "attended_rows": {mode: rows for mode, (_, rows, _) in attended.items()},
+        "dequantised": {mode: dequantised_bytes(*sizes) > 0 for mode, sizes in attended.items()},
     }
 
 
 def plan_ahead(selection: LocalSelection, num_rows: int, num_heads: int) -> LocalSelection:
     """Plan FlashMLA's launches, as the first layer that attends would: a selection's cost, not a layer's."""
     heads, num_tokens = _flash_mla.pad_heads(num_heads), selection.rows.shape[0]
-    if not _flash_mla._dequantising_pays(num_tokens, num_rows) and _flash_mla.planning_pays(
+    if not dequantised_bytes(num_tokens, num_rows, selection.dcp_size) and _flash_mla.planning_pays(
         num_tokens, heads, selection.dcp_size
     ):
         parts = count_parts(_flash_mla.count_sms(selection.rows.device), heads)

@@ -13,6 +13,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 
+from nsa_dcp_kernels.dequantisation import dequantised_bytes
 from nsa_dcp_kernels.kv_format import KV_LORA_RANK, LATENT_BYTES, LATENT_DIM
 from nsa_dcp_kernels.schedule import SparsePlan, count_parts, plan_rows
 from nsa_dcp_kernels.schedule_reference import BLOCK
@@ -23,12 +24,6 @@ _PAGE_SIZE = 64
 _BF16_WIDTH = 128
 # Rows of 64 heads, times dcp_size, below which a plan costs more than the blocks it saves (docs/performance.md).
 _PLANNED_ROWS = 32
-# Dequantising is weighed past one launch's rows with 64 heads ...
-_DEQUANTISE_TOKENS = 265
-# ... for as many cache rows per query token as attending to bf16 saves the time of (docs/performance.md) ...
-_DEQUANTISE_ROWS_PER_TOKEN = 128
-# ... and while the dequantised rows stay within this many bytes.
-_DEQUANTISE_BYTES = 1 << 30
 # FlashMLA's scratch for packed rows is (rows + parts) * heads * 2 KiB; at 2 * parts rows a launch, 50 MiB on 132 SMs.
 
 
@@ -123,7 +118,7 @@ def attend_compact(
         return out, q.new_full((num_tokens, num_heads), float("-inf"), dtype=torch.float32)
     load_flash_mla()
     q = _padded_queries(q, heads)
-    if kv_rows.dtype == torch.uint8 and _dequantising_pays(num_tokens, kv_rows.shape[0]):
+    if kv_rows.dtype == torch.uint8 and dequantised_bytes(num_tokens, kv_rows.shape[0], dcp_size):
         from nsa_dcp_kernels._triton.latent_dequant import dequantise_latent
 
         kv_rows = dequantise_latent(kv_rows)
@@ -164,14 +159,6 @@ def planning_pays(num_tokens: int, heads: int, dcp_size: int | None) -> bool:
         dcp_size: ranks that the rows' selections are spread over, None where that is not known.
     """
     return dcp_size is None or dcp_size > 2 or num_tokens * heads * dcp_size >= _PLANNED_ROWS * 64
-
-
-def _dequantising_pays(num_tokens: int, num_rows: int) -> bool:
-    return (
-        num_tokens >= _DEQUANTISE_TOKENS
-        and num_rows <= _DEQUANTISE_ROWS_PER_TOKEN * num_tokens
-        and num_rows * LATENT_DIM * 2 <= _DEQUANTISE_BYTES
-    )
 
 
 def _attend_bf16(

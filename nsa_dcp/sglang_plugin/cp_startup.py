@@ -61,11 +61,22 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any) -> str:
     chunk = chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens
     # What every rank works on: a decode step; and with zigzag a whole chunk, if it holds one short request.
     decoded = model_runner.max_running_requests * (get_spec().speculative_num_draft_tokens or 1)
-    replicated, spread = (
-        temporary_buffers(dims, kv_cache_dtype, dcp_size, local_heads=heads // dcp_size, rows=rows, context=0)
-        for rows in (chunk if parallel.cp_strategy == "zigzag" else decoded, -(-chunk // dcp_size))
-    )
     pages = gather_buffer_pages(model_runner, parallel)
+    replicated, spread = (
+        temporary_buffers(
+            dims,
+            kv_cache_dtype,
+            dcp_size,
+            local_heads=heads // dcp_size,
+            rows=rows,
+            context=0,
+            pool_rows=attended_rows,
+        )
+        for rows, attended_rows in (
+            (chunk if parallel.cp_strategy == "zigzag" else decoded, pool.size + pool.page_size),
+            (-(-chunk // dcp_size), pages * dcp_size * pool.page_size),
+        )
+    )
     return startup_line(
         mode="CP-DCP",
         cp_strategy=parallel.cp_strategy,
@@ -78,6 +89,7 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any) -> str:
             replicated,
             attention_scratch=max(replicated.attention_scratch, spread.attention_scratch),
             page_gather=buffer_bytes(pages, dcp_size, pool.kv_buffer[0][0].nbytes),
+            dequantised=max(replicated.dequantised, spread.dequantised),
         ),
     )
 

@@ -1,7 +1,7 @@
 """`nsa-dcp doctor`: is this machine right, has the plugin taken hold, and what would a `launch_server` command do here?
 
 A command is judged by `validation.find_problems`, the function that refuses it in the server. Doctor itself imports
-neither torch nor sglang.
+neither torch nor sglang: processes that do are started first, all at once, and findings are printed as they come in.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from nsa_dcp.model_dims import PRESETS
 from nsa_dcp.sglang_plugin import machine_checks, server_command
 from nsa_dcp.sglang_plugin.machine_checks import FAILED, OK, SKIPPED, Check
+from nsa_dcp.sglang_plugin.probe import DEFAULT_TIMEOUT_S, Ask, Trials, Unanswered, list_trials
 from nsa_dcp.sglang_plugin.server_command import ServerCommand
 from nsa_dcp.sglang_plugin.validation import (
     HOPPER,
@@ -27,6 +29,8 @@ from nsa_dcp.sglang_plugin.validation import (
 )
 
 _MARKS = {OK: "ok     ", FAILED: "FAILED ", SKIPPED: "skipped", machine_checks.WARNING: "warning"}
+# Lines are printed before the later names are known.
+_NAME_WIDTH = len("plugin entry point")
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,13 @@ def add_doctor_parser(subparsers: argparse._SubParsersAction) -> argparse.Argume
     parser.add_argument(
         "--no-imports", action="store_true", help="do not try imports: fast, and blind to broken packages"
     )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=DEFAULT_TIMEOUT_S,
+        help="give up imports that have not ended by then (%(default)g); they run all at once",
+    )
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
         "--config", metavar="FILE", help="the model's config.json, when --model-path is not on this machine"
@@ -77,58 +88,96 @@ def add_doctor_parser(subparsers: argparse._SubParsersAction) -> argparse.Argume
 def run_doctor(args: argparse.Namespace) -> int:
     """Print the findings; 0 when all is well, 1 when something failed or the command is refused, 2 when misused."""
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if args.command_only and not words:
-        print(
-            "nsa-dcp doctor: --command-only must be followed by -- and a launch_server command, got none",
-            file=sys.stderr,
-        )
+    try:
+        return _find_and_print(args, words)
+    except BrokenPipeError:
+        raise  # the reader of stdout has left, which is no misuse
+    except (ValueError, OSError) as error:
+        print(f"nsa-dcp doctor: {error}", file=sys.stderr)
         return 2
-    checks = [] if args.command_only else examine_machine(try_imports=not args.no_imports)
+
+
+def _find_and_print(args: argparse.Namespace, words: Sequence[str]) -> int:
+    if args.command_only and not words:
+        raise ValueError("--command-only must be followed by -- and a launch_server command, got none")
+    if not 0 < args.timeout <= 3600:
+        raise ValueError(f"--timeout must be above 0 and at most 3600, got {args.timeout:g}")
+    # Whatever can be misused is looked at before the machine is.
+    arguments = server_command.strip_launcher(words)
+    given = _given_model_facts(args.config, args.preset) if words else None
+    use_sglang = not args.no_imports and machine_checks.installed_version("sglang") is not None
+    checks: list[Check] = []
     verdict = None
-    if words:
-        try:
-            command = read_command(words, use_sglang=not args.no_imports)
-            verdict = judge_command(command, *_model_facts(command, args.config, args.preset))
-        except (ValueError, OSError) as error:
-            print(f"nsa-dcp doctor: {error}", file=sys.stderr)
-            return 2
+
+    def report(check: Check) -> None:
+        checks.append(check)
+        if not args.json:
+            print(format_check(check), flush=True)
+
+    with ExitStack() as stack:
+        ask = None
+        if not args.command_only and not args.no_imports:
+            steps = list_trials(with_command=bool(words) and use_sglang)
+            ask = stack.enter_context(Trials(steps, arguments, args.timeout)).ask
+        elif words and use_sglang:
+            ask = stack.enter_context(Trials([("command",)], arguments, args.timeout)).ask
+        if not args.command_only:
+            for check in examine_machine():
+                report(check)
+        if not args.command_only and ask is not None:
+            if not args.json:
+                print(f"nsa-dcp doctor: waiting for imports, {args.timeout:g} s at most", file=sys.stderr, flush=True)
+            for check in examine_imports(ask):
+                report(check)
+        if words:
+            try:
+                command = read_command(words, use_sglang=use_sglang, ask=ask)
+                verdict = judge_command(command, *(given or _own_model_facts(command)))
+            except RuntimeError as error:
+                if args.command_only:
+                    raise ValueError(str(error)) from error
+                report(Check("command", FAILED, str(error), "see above"))
     failed = any(check.status == FAILED for check in checks) or bool(verdict and verdict.problems)
     if args.json:
-        report = {"ok": not failed, "checks": [asdict(check) for check in checks], "command": _as_dict(verdict)}
-        print(json.dumps(report, indent=2))
-    else:
-        print(format_report(checks, verdict))
+        found = {"ok": not failed, "checks": [asdict(check) for check in checks], "command": _as_dict(verdict)}
+        print(json.dumps(found, indent=2))
+    elif verdict is not None:
+        print(("\n" if checks else "") + format_verdict(verdict))
     return 1 if failed else 0
 
 
-def examine_machine(
-    *, try_imports: bool, ask: Callable[[Sequence[str]], dict[str, object] | str] = machine_checks.ask_probe
-) -> list[Check]:
-    """Every check of this machine, in the order in which to fix things."""
-    checks = [*machine_checks.check_packages(), *machine_checks.check_gpus()]
-    if try_imports:
-        checks += machine_checks.check_imports(ask)
-        checks.append(machine_checks.check_plugin(ask))
-    return checks
+def examine_machine() -> Iterator[Check]:
+    """Findings that need no imports, in the order in which to fix things."""
+    yield from machine_checks.check_packages()
+    yield from machine_checks.check_gpus()
 
 
-def read_command(
-    words: Sequence[str],
-    *,
-    use_sglang: bool,
-    ask: Callable[[Sequence[str]], dict[str, object] | str] = machine_checks.ask_probe,
-) -> ServerCommand:
+def examine_imports(ask: Ask) -> Iterator[Check]:
+    """Findings of the processes that `ask` waits for, in the order in which to fix things."""
+    yield from machine_checks.check_imports(ask)
+    yield machine_checks.check_plugin(ask)
+
+
+def read_command(words: Sequence[str], *, use_sglang: bool, ask: Ask | None = None) -> ServerCommand:
     """Read a command with sglang's own parser where sglang is installed, else with the partial one.
 
-    ValueError: the words are not a launch_server command; the message is sglang's where its parser was used.
+    `ask` waits for the step `command` of processes that were started with this command's arguments; without it one is
+    started here. ValueError: the words are not a launch_server command; the message is sglang's where its parser was
+    used. RuntimeError: sglang did not get to read it.
     """
     arguments = server_command.strip_launcher(words)
     if not use_sglang or machine_checks.installed_version("sglang") is None:
         return server_command.read_without_sglang(arguments)
-    answer = ask(("command", *arguments))
-    if isinstance(answer, str):
-        raise ValueError(f"sglang could not read the command: {answer}")
-    return server_command.command_from_fields(answer, partial=False)
+    if ask is None:
+        with Trials([("command",)], arguments) as trials:
+            answer = trials.ask("command")
+    else:
+        answer = ask("command")
+    if isinstance(answer, Unanswered):
+        raise RuntimeError(f"sglang could not read the command: {answer.reason}")
+    if "refused" in answer:
+        raise ValueError(f"sglang could not read the command: {answer['refused']}")
+    return server_command.command_from_fields(answer["fields"], partial=False)
 
 
 def judge_command(command: ServerCommand, model: ModelFacts, source: str) -> CommandVerdict:
@@ -167,32 +216,32 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str) -> Com
     return CommandVerdict("nsa-dcp", tuple(facts), (), tuple(notes))
 
 
-def format_report(checks: Sequence[Check], verdict: CommandVerdict | None) -> str:
-    """The findings as text."""
-    width = max((len(check.name) for check in checks), default=0)
-    lines = []
-    for check in checks:
-        lines.append(f"{_MARKS[check.status]}  {check.name:<{width}}  {check.found}")
-        if check.fix:
-            lines.append(f"{'':<9}{'':<{width}}  fix: {check.fix}")
-    if verdict is not None:
-        if lines:
-            lines.append("")
-        if verdict.problems:
-            lines.append(f"this command would be refused, for {len(verdict.problems)} reason(s):")
-            lines += [f"  {number}. {problem}" for number, problem in enumerate(verdict.problems, 1)]
-        else:
-            lines.append(f"this command would start, served by {verdict.served_by}:")
-            lines += [f"  {fact}" for fact in verdict.facts]
-        lines += [f"  note: {note}" for note in verdict.notes]
-    return "\n".join(lines)
+def format_check(check: Check) -> str:
+    """A finding as text, one or two lines."""
+    line = f"{_MARKS[check.status]}  {check.name:<{_NAME_WIDTH}}  {check.found}"
+    return line + (f"\n{'':<9}{'':<{_NAME_WIDTH}}  fix: {check.fix}" if check.fix else "")
 
 
-def _model_facts(command: ServerCommand, config: str | None, preset: str | None) -> tuple[ModelFacts, str]:
+def format_verdict(verdict: CommandVerdict) -> str:
+    """What a command would do, as text."""
+    if verdict.problems:
+        lines = [f"this command would be refused, for {len(verdict.problems)} reason(s):"]
+        lines += [f"  {number}. {problem}" for number, problem in enumerate(verdict.problems, 1)]
+    else:
+        lines = [f"this command would start, served by {verdict.served_by}:"]
+        lines += [f"  {fact}" for fact in verdict.facts]
+    return "\n".join([*lines, *(f"  note: {note}" for note in verdict.notes)])
+
+
+def _given_model_facts(config: str | None, preset: str | None) -> tuple[ModelFacts, str] | None:
     if preset is not None:
         return server_command.preset_model_facts(preset), f"preset {preset}"
     if config is not None:
         return server_command.read_model_facts(config), config
+    return None
+
+
+def _own_model_facts(command: ServerCommand) -> tuple[ModelFacts, str]:
     if command.settings.dcp_size <= 1:
         return ModelFacts(is_dsa=False), "nothing: --dcp-size is 1"
     if command.model_path is None:

@@ -1,24 +1,27 @@
 """Doctor's checks of a machine: Python, GPU, NVLink, wheels, sglang, and whether the plugin takes hold.
 
 Nothing is imported here: versions come from package metadata, and importing is tried in processes of its own (`probe`).
+Checks that wait for something are generators: each finding is given out when it is known, in a fixed order.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nsa_dcp.sglang_plugin.compat import SGLANG_VERSION
+from nsa_dcp.sglang_plugin.probe import Ask, BoundedProcess, Unanswered
 
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
 ENTRY_POINT_GROUP, ENTRY_POINT = "sglang.srt.plugins", "nsa_dcp"
 _COMPUTE_CAPABILITY = "9.0"
+_SMI_TIMEOUT_S, _SMI_POLL_S = 60, 0.02
 _FLASH_MLA = "1.0.0"
 # sgl-deep-gemm is compiled against one torch release.
 _DEEP_GEMM_TORCH = {"0.1.4.post1": "2.11", "0.2.3.post2": "2.14"}
@@ -94,87 +97,68 @@ def check_entry_point() -> Check:
     return Check("plugin entry point", OK, found[0].value)
 
 
-def check_gpus(run: Run = subprocess.run) -> list[Check]:
+def run_bounded(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a command; TimeoutExpired when it has not ended in time, even when it cannot be killed."""
+    deadline = time.monotonic() + timeout_s
+    with BoundedProcess(command) as process:
+        while process.poll() is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(command, timeout_s)
+            time.sleep(_SMI_POLL_S)
+        return subprocess.CompletedProcess(command, process.poll(), process.stdout(), process.stderr())
+
+
+def check_gpus(run: Run = run_bounded) -> Iterator[Check]:
     """GPUs and their links, as nvidia-smi tells them."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
-        answer = run(query, capture_output=True, text=True, timeout=60)
+        answer = run(query, timeout_s=_SMI_TIMEOUT_S)
     except FileNotFoundError:
-        return [Check("gpu", FAILED, "no nvidia-smi on this machine", "run doctor on the GPU node")]
+        yield Check("gpu", FAILED, "no nvidia-smi on this machine", "run doctor on the GPU node")
+        return
     except subprocess.TimeoutExpired:
-        return [Check("gpu", FAILED, "nvidia-smi did not answer within 60 s", "look at dmesg for a fallen GPU")]
+        said = f"nvidia-smi did not answer within {_SMI_TIMEOUT_S} s"
+        yield Check("gpu", FAILED, said, "look at dmesg for a fallen GPU")
+        return
     if answer.returncode != 0 or not answer.stdout.strip():
         said = (answer.stderr.strip() or answer.stdout.strip() or "no GPU").splitlines()[-1]
-        return [Check("gpu", FAILED, f"nvidia-smi: {said}", "check the driver and the container's GPU access")]
+        yield Check("gpu", FAILED, f"nvidia-smi: {said}", "check the driver and the container's GPU access")
+        return
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.strip().splitlines()]
     if any(len(row) != 4 for row in rows):
-        return [Check("gpu", FAILED, f"nvidia-smi answered {rows[0]}", "update the NVIDIA driver")]
+        yield Check("gpu", FAILED, f"nvidia-smi answered {rows[0]}", "update the NVIDIA driver")
+        return
     names = sorted({row[0] for row in rows})
     found = f"{len(rows)} x {', '.join(names)}, {rows[0][2]} MiB each, driver {rows[0][3]}"
     other = sorted({row[1] for row in rows if row[1] != _COMPUTE_CAPABILITY})
     if other:
-        checks = [
-            Check(
-                "gpu",
-                FAILED,
-                f"{found}, compute capability {', '.join(other)}",
-                "run on H100, H200 or H20 (compute capability 9.0)",
-            )
-        ]
+        found += f", compute capability {', '.join(other)}"
+        yield Check("gpu", FAILED, found, "run on H100, H200 or H20 (compute capability 9.0)")
     elif len(names) > 1:
-        checks = [
-            Check("gpu", WARNING, found, "give the server GPUs of one kind: the slowest and smallest sets the pool")
-        ]
+        yield Check("gpu", WARNING, found, "give the server GPUs of one kind: the slowest and smallest sets the pool")
     else:
-        checks = [Check("gpu", OK, found)]
-    return [*checks, _check_nvlink(len(rows), run)]
+        yield Check("gpu", OK, found)
+    yield _check_nvlink(len(rows), run)
 
 
-def check_imports(ask: Callable[[Sequence[str]], dict[str, object] | str]) -> list[Check]:
-    """Import what a server imports, each package in its own process. `ask` puts a question to `probe`."""
-    checks = []
+def check_imports(ask: Ask) -> Iterator[Check]:
+    """What came of importing what a server imports. `ask` waits for the answer to a step of `probe`."""
+    yield _check_import("torch", "pip install --force-reinstall torch", ask)
+    yield _check_cuda(ask)
     for module, fix in (
-        ("torch", "pip install --force-reinstall torch"),
         ("triton", "pip install --force-reinstall triton"),
         ("flash_mla", f"pip install --force-reinstall sgl-flash-mla=={_FLASH_MLA}"),
         ("deep_gemm", "pip install --force-reinstall sgl-deep-gemm, in the version built for the installed torch"),
         ("sglang", f"pip install --force-reinstall sglang=={SGLANG_VERSION}"),
     ):
-        answer = ask(("import", module))
-        if isinstance(answer, str):
-            checks.append(Check(f"import {module}", FAILED, answer, fix))
-        else:
-            checks.append(Check(f"import {module}", OK, " ".join(filter(None, (answer["version"], answer["file"])))))
-    answer = ask(("torch",))
-    if isinstance(answer, str):
-        checks.append(Check("torch and CUDA", FAILED, answer, "see `import torch`"))
-    elif not answer["devices"]:
-        checks.append(
-            Check(
-                "torch and CUDA",
-                FAILED,
-                f"torch {answer['version']} (CUDA {answer['cuda']}) sees no GPU",
-                "install a CUDA build of torch that the driver supports",
-            )
-        )
-    else:
-        devices = answer["devices"]
-        checks.append(
-            Check(
-                "torch and CUDA",
-                OK,
-                f"torch {answer['version']}, CUDA {answer['cuda']}, NCCL {answer['nccl']}, {len(devices)} GPU(s), "
-                f"{devices[0]['sms']} SMs",
-            )
-        )
-    return checks
+        yield _check_import(module, fix, ask)
 
 
-def check_plugin(ask: Callable[[Sequence[str]], dict[str, object] | str]) -> Check:
-    """Load the plugin as a server does, and see whether it took hold."""
-    answer = ask(("plugin",))
-    if isinstance(answer, str):
-        return Check("plugin", FAILED, answer, "fix the imports above, then run doctor again")
+def check_plugin(ask: Ask) -> Check:
+    """Whether the plugin took hold when it was loaded as a server loads it."""
+    answer = ask("plugin")
+    if isinstance(answer, Unanswered):
+        return Check("plugin", FAILED, answer.reason, answer.fix or "fix the imports above, then run doctor again")
     if answer["missing"]:
         return Check(
             "plugin",
@@ -185,20 +169,6 @@ def check_plugin(ask: Callable[[Sequence[str]], dict[str, object] | str]) -> Che
     return Check("plugin", OK, "backend factories, hooks and every symbol are in place")
 
 
-def ask_probe(words: Sequence[str], timeout_s: float = 300) -> dict[str, object] | str:
-    """Put one question to `probe` in its own process; returns its answer, or one sentence on what went wrong."""
-    command = [sys.executable, "-m", "nsa_dcp.sglang_plugin.probe", *words]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {timeout_s:.0f} s"
-    if done.returncode < 0:
-        return f"its process was killed by signal {-done.returncode}"
-    if done.returncode != 0:
-        return _first_and_last_error(done.stderr) or f"its process exited with status {done.returncode}"
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def installed_version(distribution: str) -> str | None:
     """Version of an installed distribution; None without it."""
     try:
@@ -207,20 +177,40 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def _first_and_last_error(stderr: str) -> str:
-    """The last line and the first error: a wrapper's own message often hides which library is missing."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-    return "; from ".join(dict.fromkeys([*lines[-1:], *errors[:1]]))
+def _check_import(module: str, fix: str, ask: Ask) -> Check:
+    answer = ask(f"import:{module}")
+    if isinstance(answer, Unanswered):
+        return Check(f"import {module}", FAILED, answer.reason, answer.fix or fix)
+    return Check(f"import {module}", OK, " ".join(filter(None, (answer["version"], answer["file"]))))
+
+
+def _check_cuda(ask: Ask) -> Check:
+    answer = ask("cuda")
+    if isinstance(answer, Unanswered):
+        fix = answer.fix or "check the driver and the container's GPU access"
+        return Check("torch and CUDA", FAILED, answer.reason, fix)
+    if not answer["devices"]:
+        return Check(
+            "torch and CUDA",
+            FAILED,
+            f"torch {answer['version']} (CUDA {answer['cuda']}) sees no GPU",
+            "install a CUDA build of torch that the driver supports",
+        )
+    devices = answer["devices"]
+    found = (
+        f"torch {answer['version']}, CUDA {answer['cuda']}, NCCL {answer['nccl']}, {len(devices)} GPU(s), "
+        f"{devices[0]['sms']} SMs"
+    )
+    return Check("torch and CUDA", OK, found)
 
 
 def _check_nvlink(num_gpus: int, run: Run) -> Check:
     if num_gpus == 1:
         return Check("nvlink", SKIPPED, "one GPU: nothing to link")
     try:
-        answer = run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60)
+        answer = run(["nvidia-smi", "topo", "-m"], timeout_s=_SMI_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return Check("nvlink", WARNING, "nvidia-smi topo did not answer within 60 s", "look at dmesg")
+        return Check("nvlink", WARNING, f"nvidia-smi topo did not answer within {_SMI_TIMEOUT_S} s", "look at dmesg")
     links = parse_topology(answer.stdout)
     if not links:
         return Check("nvlink", WARNING, "nvidia-smi topo -m gave no matrix", "check the driver")

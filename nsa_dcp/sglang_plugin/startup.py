@@ -113,6 +113,7 @@ def describe_server(model_runner: Any, parallel: Any) -> str:
         rows=chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens,
         # Nothing is gathered but queries: each rank attends to its own part of the context.
         context=0,
+        pool_rows=pool.size + pool.page_size,
     )
     return startup_line(
         mode="TP-DCP",

@@ -54,6 +54,7 @@ def startup_line(
             "attention_scratch": buffers.attention_scratch,
             "exchange": buffers.exchange,
             "page_gather": buffers.page_gather,
+            "dequantised": buffers.dequantised,
         },
     }
     return PREFIX + json.dumps(line)

@@ -1,5 +1,6 @@
 """A failed or refused run says why, at once, and leaves no process behind."""
 
+import ipaddress
 import json
 import multiprocessing
 import os
@@ -269,3 +270,27 @@ def run_on(rank, _send, directory):
         comm.barrier()
     while True:
         torch.randn(10).sum()
+
+
+def test_ranks_listen_on_the_loopback_interface_alone(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for listeners, variables in run_ranks(find_listeners, 2):
+        assert listeners and all(address.is_loopback for address in listeners)
+        # What the host's name points to may be the loopback address as well, on this machine.
+        assert all(value.startswith("lo") for value in variables)
+
+
+def find_listeners(rank, send):
+    comm.barrier()
+    held = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            held.add(os.readlink(descriptor))
+        except OSError:
+            continue
+    listeners = []
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in held:
+            listeners.append(ipaddress.ip_address(bytes.fromhex(fields[1].partition(":")[0])[::-1]))
+    return listeners, [os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]

@@ -54,7 +54,7 @@ def multiplied_values(kv_rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """
     if kv_rows.dtype != torch.uint8:
         return kv_rows
-    if _flash_mla._dequantising_pays(num_tokens, len(kv_rows)):
+    if _flash_mla.dequantised_bytes(num_tokens, len(kv_rows), None):
         return reference.unpack_latent(kv_rows).bfloat16()
     rounded = kv_rows.clone()
     scales = rounded[:, 512:528].view(torch.float32)
@@ -343,7 +343,7 @@ def test_schedules_that_flash_mla_does_not_follow_are_not_used(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("pays", [True, False], ids=["dequantised", "scheduled"])
 def test_prefill_rows_match_float64_either_way(pays, monkeypatch):
-    monkeypatch.setattr(_flash_mla, "_dequantising_pays", lambda num_tokens, num_rows: pays)
+    monkeypatch.setattr(_flash_mla, "dequantised_bytes", lambda *_: int(pays))
     slots = draw_slots(600, 1024, 4096)
     rows, _ = reference.localize_topk(slots, 4, 2, 1)
     cache = draw_cache(1024, torch.uint8, rows[rows >= 0].long().unique()).cuda()

@@ -4,10 +4,15 @@ import dataclasses
 import importlib.util
 import json
 import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+# What several files use stands beside them.
+sys.path.insert(0, str(Path(__file__).parent))
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 if HAS_SGLANG and not torch.cuda.is_available():

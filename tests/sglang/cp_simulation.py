@@ -1,6 +1,6 @@
 """CP-DCP ranks on a CPU: sglang's own contexts, strategies, metadata and pools, one rank after the other.
 
-No test of its own. The tests of CP-DCP load it by path, and take its fixture into their namespace.
+No test of its own. The tests of CP-DCP import it, and take its fixture into their namespace.
 """
 
 import dataclasses

@@ -1,17 +1,13 @@
 """sglang's own attention module under CP-DCP: it leaves DCP to the backend, and takes what the backend returns."""
 
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 
+import cp_simulation as simulation
 import pytest
 import torch
 
 pytestmark = pytest.mark.sglang
 
-spec = importlib.util.spec_from_file_location("cp_simulation", Path(__file__).with_name("cp_simulation.py"))
-simulation = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(simulation)
 make_cp_runner, make_cp_backend = simulation.make_cp_runner, simulation.make_cp_backend
 HEADS, V_DIM = simulation.HEADS, 256
 

@@ -1,8 +1,6 @@
 """CP-DCP prefill through sglang's own strategies, metadata and pools: a rank's rows are attention over all tokens."""
 
-import importlib.util
-from pathlib import Path
-
+import cp_simulation as simulation
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,9 +10,6 @@ from nsa_dcp.sglang_plugin.cp_pages import buffer_bytes, buffer_pages, plan_part
 
 pytestmark = pytest.mark.sglang
 
-spec = importlib.util.spec_from_file_location("cp_simulation", Path(__file__).with_name("cp_simulation.py"))
-simulation = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(simulation)
 make_cp_runner, make_cp_backend = simulation.make_cp_runner, simulation.make_cp_backend
 
 # (tokens of each request before the chunk, and in it). A page of the allocator is 64 * cp_size tokens.

@@ -4,28 +4,19 @@ The batch's lengths, page tables, offsets and key ranges are filtered for the ra
 (zigzag). Were one of them filtered by another index than the rest, a row would select another request's tokens.
 """
 
-import importlib.util
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
+import cp_simulation as simulation
 import pytest
+import test_row_split as row_split
 import torch
 
 pytestmark = pytest.mark.sglang
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-simulation, row_split = load("cp_simulation"), load("test_row_split")
 make_cp_runner, make_cp_backend = simulation.make_cp_runner, simulation.make_cp_backend
-select_all = row_split.select_all
-TOPK = row_split.TOPK
+select_all, TOPK = row_split.select_all, row_split.TOPK
 
 MIXES = {
     "one-token-requests-among-long-ones": ("interleave", [0, 300, 1, 63, 200, 9], [1, 40, 1, 1, 33, 1]),

@@ -1,19 +1,15 @@
 """The factory under context parallelism: what it builds, what it changes, and what stops the server."""
 
 import dataclasses
-import importlib.util
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
+import cp_simulation as simulation
 import pytest
 import torch
 
 pytestmark = pytest.mark.sglang
 
-spec = importlib.util.spec_from_file_location("cp_simulation", Path(__file__).with_name("cp_simulation.py"))
-simulation = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(simulation)
 make_cp_runner = simulation.make_cp_runner
 CP_SIZE, HEADS = 4, simulation.HEADS
 

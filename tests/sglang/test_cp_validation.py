@@ -3,35 +3,13 @@
 import dataclasses
 
 import pytest
+from served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER
 
-from nsa_dcp.sglang_plugin.validation import ModelFacts, ServerSettings, find_problems
-
-HOPPER = (9, 0)
-GLM = ModelFacts(
-    is_dsa=True,
-    architecture="GlmMoeDsaForCausalLM",
-    num_attention_heads=64,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    index_topk=2048,
-)
-DEEPSEEK = dataclasses.replace(GLM, architecture="DeepseekV32ForCausalLM", num_attention_heads=128)
-SERVED = ServerSettings(
-    dcp_size=8,
-    tp_size=8,
-    attn_cp_size=8,
-    enable_prefill_cp=True,
-    cp_strategy="interleave",
-    prefill_attention_backend="nsa",
-    decode_attention_backend="nsa",
-    dsa_prefill_backend="flashmla_kv",
-    dsa_decode_backend="flashmla_kv",
-    kv_cache_dtype="fp8_e4m3",
-)
+from nsa_dcp.sglang_plugin.validation import find_problems
 
 
 def served(**changes):
-    return dataclasses.replace(SERVED, **changes)
+    return dataclasses.replace(CP_DCP, **changes)
 
 
 @pytest.mark.parametrize(

@@ -3,39 +3,19 @@
 import dataclasses
 
 import pytest
+from served_settings import DEEPSEEK, GLM, HOPPER, TP_DCP
 
 from nsa_dcp.sglang_plugin.validation import (
     ModelFacts,
-    ServerSettings,
     concerns_us,
     describe_problems,
     find_problems,
     head_bucket,
 )
 
-HOPPER = (9, 0)
-GLM = ModelFacts(
-    is_dsa=True,
-    architecture="GlmMoeDsaForCausalLM",
-    num_attention_heads=64,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    index_topk=2048,
-)
-DEEPSEEK = dataclasses.replace(GLM, architecture="DeepseekV32ForCausalLM", num_attention_heads=128)
-SERVED = ServerSettings(
-    dcp_size=8,
-    tp_size=8,
-    prefill_attention_backend="nsa",
-    decode_attention_backend="nsa",
-    dsa_prefill_backend="flashmla_kv",
-    dsa_decode_backend="flashmla_kv",
-    kv_cache_dtype="fp8_e4m3",
-)
-
 
 def served(**changes):
-    return dataclasses.replace(SERVED, **changes)
+    return dataclasses.replace(TP_DCP, **changes)
 
 
 @pytest.mark.parametrize("model", [GLM, DEEPSEEK], ids=["glm", "deepseek-v3.2"])
@@ -106,7 +86,7 @@ def test_an_unsupported_command_is_refused_by_name_with_what_would_work(changes,
     ids=["pooled-index-keys", "no-rope", "ragged-width", "unchecked-architecture"],
 )
 def test_an_unsupported_checkpoint_is_refused(model, asked):
-    (problem,) = find_problems(SERVED, model, HOPPER)
+    (problem,) = find_problems(TP_DCP, model, HOPPER)
     assert problem.asked == asked
 
 
@@ -135,7 +115,7 @@ def test_gathered_heads_up_to_128_are_served(model, tp_size, attn_dp_size, dcp_s
 
 def test_more_gathered_heads_than_a_kernel_takes_are_refused():
     wide = dataclasses.replace(DEEPSEEK, num_attention_heads=256)
-    (problem,) = find_problems(SERVED, wide, HOPPER)
+    (problem,) = find_problems(TP_DCP, wide, HOPPER)
     assert "256 gathered heads" in problem.reason
 
 
@@ -163,7 +143,7 @@ def test_a_command_that_is_not_ours_is_left_alone(settings, model, capability):
 
 
 def test_flashmla_kv_on_another_gpu_is_refused():
-    (problem,) = find_problems(SERVED, GLM, (10, 0))
+    (problem,) = find_problems(TP_DCP, GLM, (10, 0))
     assert "10.0" in problem.asked
 
 

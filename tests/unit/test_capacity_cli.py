@@ -42,7 +42,13 @@ def test_plan_json_has_plain_numbers_for_every_dcp_size_and_dtype(run):
     assert last_fp8["bytes_per_token"] == {"latent": 6396.0, "index_keys": 2772.0, "draft": 0.0, "total": 9168.0}
     assert last_fp8["multiple_over_dcp1"] == pytest.approx(5.88, abs=0.005)
     assert last_fp8["tokens_per_node"] == 8 * last_fp8["tokens_per_gpu"] == 4_684_288
-    assert set(last_fp8["temporary_buffers"]) == {"gathered_q", "attention_scratch", "exchange", "page_gather"}
+    assert set(last_fp8["temporary_buffers"]) == {
+        "gathered_q",
+        "attention_scratch",
+        "exchange",
+        "page_gather",
+        "dequantised",
+    }
 
 
 def test_plan_text_shows_the_same(run):

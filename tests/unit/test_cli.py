@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from nsa_dcp.cli import build_parser, main
 
 ROOT = Path(__file__).parents[2]
@@ -33,3 +35,16 @@ def test_a_reader_that_leaves_early_is_no_error():
     errors = running.stderr.read()
     assert running.wait(timeout=60) == 0
     assert "Traceback" not in errors and "BrokenPipeError" not in errors
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["plan", "--preset", "glm-5.2", "--gpu-memory-gib", "60"], ["doctor", "--no-imports"], ["doctor", "--help"]],
+    ids=["plan", "doctor", "help"],
+)
+def test_what_needs_no_torch_runs_without_it(words, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('a broken torch was imported')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'kernels'}"}
+    command = [sys.executable, "-m", "nsa_dcp.cli", *words]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout and "Traceback" not in done.stderr and "broken torch" not in done.stderr

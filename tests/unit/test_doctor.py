@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nsa_dcp.sglang_plugin import doctor, machine_checks
-from nsa_dcp.sglang_plugin.machine_checks import Check, ask_probe, check_gpus, check_imports, parse_topology
+from nsa_dcp.sglang_plugin.machine_checks import Check, check_gpus, parse_topology
 from nsa_dcp.sglang_plugin.server_command import read_model_facts, read_without_sglang, strip_launcher
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +101,10 @@ def test_the_partial_parser_says_what_it_did_not_read(run):
         ),
         (["--command-only", "--preset", "glm-5.2", "--", "vllm", "serve"], "the command must begin with"),
         (["--command-only", "--", "--dcp-size", "2"], "must name a model with --model-path"),
+        (["--preset", "glm-9", "--", *COMMAND], "preset must be one of"),
+        (["--", "vllm", "serve"], "the command must begin with"),
+        (["--timeout", "0"], "--timeout must be above 0"),
+        (["--timeout", "nan"], "--timeout must be above 0"),
     ],
 )
 def test_misuse_is_one_sentence_and_status_2(run, argv, message):
@@ -109,8 +113,8 @@ def test_misuse_is_one_sentence_and_status_2(run, argv, message):
     assert message in err
 
 
-def test_a_machine_without_gpu_and_sglang_fails_and_says_how_to_mend_it(run, monkeypatch):
-    monkeypatch.setattr(machine_checks.subprocess, "run", _missing)
+def test_a_machine_without_gpu_and_sglang_fails_and_says_how_to_mend_it(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
     status, out, _ = run("--no-imports", "--json")
     report = json.loads(out)
     assert (status, report["ok"]) == (1, False)
@@ -127,11 +131,11 @@ def test_a_machine_without_gpu_and_sglang_fails_and_says_how_to_mend_it(run, mon
 
 
 def test_gpus_of_another_kind_are_refused():
-    assert check_gpus(_smi("NVIDIA B200, 10.0, 183359, 580.1"))[0].status == "failed"
-    assert check_gpus(_smi("NVIDIA H200, 9.0, 143771, 580.1"))[0] == Check(
+    assert next(check_gpus(_smi("NVIDIA B200, 10.0, 183359, 580.1"))).status == "failed"
+    assert next(check_gpus(_smi("NVIDIA H200, 9.0, 143771, 580.1"))) == Check(
         "gpu", "ok", "1 x NVIDIA H200, 143771 MiB each, driver 580.1"
     )
-    mixed = check_gpus(_smi("NVIDIA H200, 9.0, 143771, 580.1\nNVIDIA H20, 9.0, 97871, 580.1"))[0]
+    mixed = next(check_gpus(_smi("NVIDIA H200, 9.0, 143771, 580.1\nNVIDIA H20, 9.0, 97871, 580.1")))
     assert (mixed.status, "GPUs of one kind" in mixed.fix) == ("warning", True)
 
 
@@ -152,43 +156,18 @@ def test_a_broken_nvidia_smi_is_a_finding_not_a_crash(run_smi, found):
 def test_pairs_without_nvlink_are_named():
     assert parse_topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "NV18"}
     three = "\n".join(["NVIDIA H200, 9.0, 143771, 580.1"] * 3)
-    link = check_gpus(_smi(three, TOPOLOGY))[1]
+    _, link = check_gpus(_smi(three, TOPOLOGY))
     assert (link.status, link.found) == ("warning", "1 of 3 pairs have no NVLink: GPU0-GPU2 SYS")
-    assert check_gpus(_smi(three, TOPOLOGY.replace("SYS", "NV18")))[1].status == "ok"
-    assert check_gpus(_smi(three, ""))[1].found == "nvidia-smi topo -m gave no matrix"
+    assert [check.status for check in check_gpus(_smi(three, TOPOLOGY.replace("SYS", "NV18")))] == ["ok", "ok"]
+    assert [check.found for check in check_gpus(_smi(three, ""))][1] == "nvidia-smi topo -m gave no matrix"
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        pytest.param("raise RuntimeError('broken wheel')", "RuntimeError: broken wheel", id="raises"),
-        pytest.param(
-            "try:\n    raise OSError('libcuda.so.1: no such file')\nexcept OSError as error:\n"
-            "    raise ImportError('x') from error",
-            "ImportError: x; from OSError: libcuda.so.1: no such file",
-            id="raises from a cause",
-        ),
-        pytest.param("import os; os.abort()", "killed by signal 6", id="aborts"),
-        pytest.param("import sys; sys.exit(3)", "exited with status 3", id="exits"),
-    ],
-)
-def test_a_package_that_breaks_on_import_is_named_and_doctor_survives(tmp_path, monkeypatch, source, said):
-    (tmp_path / "flash_mla.py").write_text(source)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}:{ROOT / 'kernels'}")
+def test_an_nvidia_smi_that_hangs_is_a_finding():
+    def hang(command, timeout_s):
+        return machine_checks.run_bounded(["sleep", "600"], timeout_s=0.1)
 
-    def ask(words):
-        return ask_probe(words) if words[-1] == "flash_mla" else {"version": "1", "file": "", "cuda": "", "devices": []}
-
-    checks = {check.name: check for check in check_imports(ask)}
-    assert checks["import flash_mla"].status == "failed"
-    assert said in checks["import flash_mla"].found
-    assert checks["import deep_gemm"].status == "ok"
-
-
-def test_a_probe_that_hangs_is_given_up(tmp_path, monkeypatch):
-    (tmp_path / "flash_mla.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    assert ask_probe(("import", "flash_mla"), timeout_s=1) == "no answer within 1 s"
+    (check,) = check_gpus(hang)
+    assert (check.status, check.found) == ("failed", "nvidia-smi did not answer within 60 s")
 
 
 @pytest.mark.parametrize(
@@ -222,9 +201,9 @@ def test_a_whitelist_without_us_is_found(monkeypatch):
 
 
 def test_a_plugin_that_did_not_take_hold_is_a_failure():
-    check = machine_checks.check_plugin(lambda words: {"missing": ["attention backend nsa"]})
+    check = machine_checks.check_plugin(lambda step: {"missing": ["attention backend nsa"]})
     assert (check.status, check.found) == ("failed", "did not take hold: attention backend nsa")
-    assert machine_checks.check_plugin(lambda words: {"missing": []}).status == "ok"
+    assert machine_checks.check_plugin(lambda step: {"missing": []}).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -275,7 +254,3 @@ def _done(code, stdout="", stderr=""):
 
 def _smi(gpus, topology=""):
     return lambda command, **_: _done(0, topology if "topo" in command else gpus)
-
-
-def _missing(*_, **__):
-    raise FileNotFoundError("nvidia-smi")

@@ -34,7 +34,7 @@ def test_bytes_per_token_of_the_pool_are_the_planned_ones(dcp_size):
 
 
 def test_the_line_states_mode_group_kernel_bytes_and_budgets():
-    buffers = temporary_buffers(GLM, "fp8_e4m3", 8, local_heads=8, rows=8192, context=131072)
+    buffers = temporary_buffers(GLM, "fp8_e4m3", 8, local_heads=8, rows=8192, context=131072, pool_rows=704)
     line = startup_line(
         mode="TP-DCP",
         group_ranks=range(8),
@@ -50,6 +50,8 @@ def test_the_line_states_mode_group_kernel_bytes_and_budgets():
     assert (facts["heads"], facts["head_bucket"], facts["dcp_comm_backend"]) == (64, 64, "a2a")
     assert (facts["latent_bytes_per_token"], facts["index_key_bytes_per_token"]) == (6396, 2772)
     assert facts["buffer_budget_bytes"]["page_gather"] == 131072 * 656
+    # 1,024 query tokens over the gathered rows.
+    assert facts["buffer_budget_bytes"]["dequantised"] == 131072 * 1152
 
 
 def test_an_empty_group_is_refused():
@@ -61,5 +63,5 @@ def test_an_empty_group_is_refused():
             head_bucket=64,
             comm_backend="a2a",
             pool=make_pool(64, 1),
-            buffers=temporary_buffers(GLM, "fp8_e4m3", 1, local_heads=8, rows=1, context=1),
+            buffers=temporary_buffers(GLM, "fp8_e4m3", 1, local_heads=8, rows=1, context=1, pool_rows=64),
         )
