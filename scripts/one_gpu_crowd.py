@@ -22,7 +22,7 @@ REQUESTS, SPLIT_ROWS = 96, 64
 # Of the same prompts, which are cached from the second on: then steps are full from the first token.
 NEW_TOKENS = (16, 32)
 LENGTHS = (5, 700, 2047, 2049, 2300, 2600, 3000, 3300)
-# Of all ranks together; more than all requests need, and than the model's context: too long a prompt is refused by that.
+# Of all ranks together, more than all requests need. Too long a prompt is refused for the model's context.
 POOL_TOKENS = 393216
 CHANGED_FLAGS = {
     "--max-running-requests": str(REQUESTS),
