@@ -162,14 +162,14 @@ def _run_rank(
         # Plain pickle copies tensors; a pipe's own pickler would share memory that ends with this process.
         sender.send_bytes(pickle.dumps((kind, time.monotonic(), content)))
 
-    # All ranks are on this machine. Otherwise gloo and NCCL listen where the host's name points to.
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, loopback)
     try:
         if device_type == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
         if world_size > 1:
+            # All ranks are on this machine. Otherwise gloo and NCCL listen where the host's name points to.
+            loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, loopback)
             comm.connect(init_method, rank, world_size, device_type, timeout_s)
         result = function(rank, lambda content: send("message", content), *args)
         send("result", result)

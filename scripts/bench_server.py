@@ -14,34 +14,28 @@ run again. Every wait is bounded; one failed case or server does not lose the ot
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import one_gpu_serve as serve
+import shared_gpu
+from one_gpu_serve import parse_sizes
 from random_weights import INITIALISED
 from server_bench_cases import (
     Prompts,
     ServerCase,
     bench_command,
     choose_cases,
-    parse_sizes,
     pool_rows,
     token_bytes,
 )
-from server_bench_probe import ASKING_ERRORS, ServerProbe
+from server_bench_probe import ServerProbe
 from server_bench_report import format_report
+from server_process import ASKING_ERRORS, Server, describe_host, python_path, write_entry_points
 
 from nsa_dcp.model_dims import ModelDims, read_config
 
-PACKAGES = (
-    "sglang torch triton transformers sglang-kernel sgl-flash-mla sgl-deep-gemm flashinfer-python nvidia-nccl-cu13"
-)
 # What the server resolved, from /server_info.
 RESOLVED = (
     "dcp_comm_backend dcp_replicate_q_proj disable_custom_all_reduce flashinfer_allreduce_fusion_backend "
@@ -49,36 +43,6 @@ RESOLVED = (
     "cp_strategy enable_cp_decode_attn_tp max_total_num_tokens version"
 )
 _PROFILED_STEPS, _TRACE_WAIT_S = 8, 40
-
-
-def describe_host() -> dict[str, object]:
-    """Versions, GPUs and their links, revision, and the environment that decides how ranks communicate."""
-    versions = {}
-    for name in PACKAGES.split():
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    query = "nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader"
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "python": sys.version.split()[0],
-        "versions": versions,
-        "gpus": _output_of(query).splitlines(),
-        "links": _output_of("nvidia-smi topo -m"),
-        "revision": _output_of(f"git -C {serve.ROOT} rev-parse HEAD").strip(),
-        "environment": {
-            name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "SGLANG_", "TORCH_SYMM"))
-        },
-    }
-
-
-def _output_of(command: str) -> str:
-    try:
-        return subprocess.run(command.split(), capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 class ConfigRun:
@@ -134,17 +98,14 @@ class ConfigRun:
         )
         plugins = {"random_weights": "random_weights:register"}
         if "shared" in self.config.split("-"):
-            plugins |= serve.SHARED_GPU
-        site = serve.write_entry_points(self.out / f"{self.config}-site", **plugins)
-        scripts = Path(__file__).resolve().parent
-        path = [str(site), str(serve.ROOT), str(serve.ROOT / "kernels"), str(scripts), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+            plugins |= shared_gpu.PLUGIN
+        environment["PYTHONPATH"] = python_path(write_entry_points(self.out / f"{self.config}-site", **plugins))
         self.report |= {"server_command": command, "server_environment": environment}
         self.save()
         started = time.monotonic()
         log = self.out / f"{self.config}.log"
         try:
-            with serve.Server(command, environment, self.port, log) as server:
+            with Server(command, environment, self.port, log) as server:
                 self.report["ready_s"] = server.wait_until_ready(self.arguments.start_limit)
                 print(f"{self.config}: ready in {self.report['ready_s']:.0f} s", flush=True)
                 self.save()
@@ -160,7 +121,7 @@ class ConfigRun:
         self.save()
         print(f"{self.config}: done in {self.report['seconds']:.0f} s", flush=True)
 
-    def _ask(self, server: serve.Server) -> None:
+    def _ask(self, server: Server) -> None:
         info = server.get("/server_info", 30)
         self.report["resolved"] = {name: info.get(name) for name in RESOLVED.split()}
         deadline = time.monotonic() + self.arguments.ask_limit
@@ -214,16 +175,10 @@ class ConfigRun:
         folder = self.out / f"{self.config}-trace"
 
         def trace() -> None:
-            body = {"output_dir": str(folder), "num_steps": _PROFILED_STEPS, "activities": ["CPU", "GPU"]}
-            probe.server.post(body | {"with_stack": False}, 30, "/start_profile")
-            deadline = time.monotonic() + min(_TRACE_WAIT_S, probe.seconds_left)
-            while len(list(folder.glob("*.json.gz"))) < self.tp_size and time.monotonic() < deadline:
-                time.sleep(0.5)
+            timeout_s = min(_TRACE_WAIT_S, probe.seconds_left)
+            self.report["traces"] = probe.server.trace_steps(folder, _PROFILED_STEPS, self.tp_size, timeout_s)
 
         probe.time_decode(case, 3, during=trace)
-        # The last bytes of the slowest rank's file.
-        time.sleep(3)
-        self.report["traces"] = sorted(str(path) for path in folder.glob("*.json.gz"))
         self.report["traced_case"] = {"context": case.context, "concurrency": case.concurrency}
 
     def _fail(self, case: str, error: Exception) -> None:

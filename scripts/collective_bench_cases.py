@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from server_bench_cases import parse_sizes
+from one_gpu_serve import parse_sizes
 
 from nsa_dcp.model_dims import ModelDims
 from nsa_dcp.step_inputs import interpolate

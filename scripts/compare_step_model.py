@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from server_bench_cases import parse_sizes
+from one_gpu_serve import parse_sizes
 
 from nsa_dcp.model_dims import PRESETS, ModelDims, preset_dims, read_config
 from nsa_dcp.step_inputs import StepInput, measured_inputs, override_inputs

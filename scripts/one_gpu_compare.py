@@ -16,6 +16,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from one_gpu_serve import parse_sizes
+
 # Nats. Stock servers that differ by more tell nothing about rounding.
 LARGEST_ROUNDING = 0.25
 
@@ -100,7 +102,7 @@ def _judge_flip(
 def check_report(report: dict) -> list[str]:
     """Return what a report says about its own server that should not be."""
     config, problems = report["config"], []
-    dcp_size = int(config.split("-")[1].removeprefix("dcp"))
+    _, dcp_size = parse_sizes(config)
     rows = int(report["command"][report["command"].index("--max-total-tokens") + 1])
     for source in ("max_total_num_tokens", "logged_capacity"):
         found = report.get(source)

@@ -27,27 +27,19 @@ Every wait is bounded, and every process is ended by its id.
 """
 
 import argparse
-import datetime
-import http.client
-import importlib.metadata
 import json
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
-import tomllib
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import shared_gpu
+from server_process import ASKING_ERRORS, Server, describe_host, python_path, write_entry_points
 
-ROOT = Path(__file__).resolve().parents[1]
-SHARED_GPU = {"shared_gpu": "shared_gpu:register"}
 VOCAB, BOS = 16384, 2
 NEW_TOKENS = 16
 PROFILED_STEPS, PROFILED_TOKENS = 8, 1000
@@ -62,11 +54,18 @@ PREFIX, AFTER_PREFIX = 2100, 100
 START_TIMEOUT_S, FIRST_REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S, EXIT_TIMEOUT_S = 300, 400, 180, 60
 
 
+def parse_sizes(config: str) -> tuple[int, int]:
+    """(tp_size, dcp_size) of `tpN-dcpM-...`. ValueError: it is not of that form."""
+    found = re.match(r"tp(\d+)-dcp(\d+)(-|$)", config)
+    if not found:
+        raise ValueError(f"config must begin with tpN-dcpM, got {config!r}")
+    return int(found[1]), int(found[2])
+
+
 def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict[str, str]]:
     """Return the command line of a config's server, and what it adds to the environment."""
-    parts = config.split("-")
-    tp_size, dcp_size = (int(re.fullmatch(f"{name}(\\d+)", part)[1]) for name, part in zip(("tp", "dcp"), parts))
-    options = set(parts[2:])
+    tp_size, dcp_size = parse_sizes(config)
+    options = set(config.split("-")[2:])
     bf16, retract = "bf16" in options, "retract" in options
     # A stock flashmla_kv packs a bfloat16 cache into FP8 in every call: without DCP, the bfloat16 kernel then.
     sparse = "flashmla_sparse" if bf16 and dcp_size == 1 else "flashmla_kv"
@@ -111,101 +110,6 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
     return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *words], environment
 
 
-def write_entry_points(folder: Path, **more: str) -> Path:
-    """Write what pip would install to make plugins known, for a tree that is on PYTHONPATH; return the folder.
-
-    Args:
-        folder: made if it is not there; what an earlier call wrote is replaced.
-        more: plugins beside nsa-dcp's own, name to target.
-    """
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    dist_info = folder / "nsa_dcp-0.dist-info"
-    dist_info.mkdir(parents=True, exist_ok=True)
-    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: nsa-dcp\nVersion: 0\n")
-    plugins = project["entry-points"]["sglang.srt.plugins"] | more
-    lines = [f"{name} = {target}" for name, target in plugins.items()]
-    (dist_info / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *lines, ""]))
-    return folder
-
-
-class Server:
-    """A server process and its children. Used as a context: whatever happens inside, all of them are ended."""
-
-    def __init__(self, command: list[str], environment: dict[str, str], port: int, log: Path) -> None:
-        self.url, self.log = f"http://127.0.0.1:{port}", log
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True
-            )
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        ids = [self.process.pid, *self.children()]
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for process_id in ids:
-                try:
-                    os.kill(process_id, number)
-                except ProcessLookupError:
-                    continue
-            deadline = time.monotonic() + 15
-            while any(_is_running(process_id) for process_id in ids) and time.monotonic() < deadline:
-                self.process.poll()
-                time.sleep(0.2)
-
-    def children(self) -> list[int]:
-        """Process ids of everything that the server started, by their session."""
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == self.process.pid and int(stat.parent.name) != self.process.pid:
-                found.append(int(stat.parent.name))
-        return found
-
-    def wait_until_ready(self, timeout_s: float) -> float:
-        """Wait for the server to answer; return the seconds it took."""
-        started = time.monotonic()
-        while time.monotonic() - started < timeout_s:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
-            try:
-                self.get("/model_info", timeout_s=5)
-            except (OSError, http.client.HTTPException):
-                time.sleep(1)
-            else:
-                return time.monotonic() - started
-        raise TimeoutError(f"the server did not answer within {timeout_s} s:\n{self.tail()}")
-
-    def get(self, path: str, timeout_s: float) -> dict:
-        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
-            return json.load(response)
-
-    def post(self, body: object, timeout_s: float, path: str = "/generate") -> tuple[int, object]:
-        """POST; return the status and the decoded answer (its text where it is no JSON)."""
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                text = response.read().decode()
-                return response.status, json.loads(text) if text.startswith(("{", "[")) else text
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()[:300]
-
-    def tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-
-def _is_running(process_id: int) -> bool:
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def prompt(length: int, seed: int) -> list[int]:
     """Token ids of a fixed prompt: different ones of some neighbourhood, of which it holds two thirds.
 
@@ -246,7 +150,7 @@ def ask_at_once(server: Server, requests: dict[str, list[int]], new_tokens: int 
     def work(name: str, ids: list[int]) -> None:
         try:
             answers[name] = ask(server, name, ids, new_tokens=new_tokens)
-        except (OSError, RuntimeError) as error:
+        except ASKING_ERRORS as error:
             failures.append(f"{name}: {error}")
 
     threads = [threading.Thread(target=work, args=item, daemon=True) for item in requests.items()]
@@ -301,54 +205,26 @@ def kill_a_rank(server: Server) -> dict[str, object]:
     return {"killed": schedulers[-1], "exit": server.process.poll(), "seconds": time.monotonic() - started}
 
 
-def profile(server: Server, folder: Path) -> list[str]:
+def profile(server: Server, folder: Path, num_ranks: int) -> list[str]:
     """Trace decode steps of eight running requests; return the trace files."""
     prompts = [prompt(1500, 10 + n) for n in range(8)]
-
-    def generate(new_tokens: int) -> None:
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        server.post({"input_ids": prompts, "sampling_params": sampling}, REQUEST_TIMEOUT_S)
-
     # Afterwards the prompts are cached, and what runs a second later are decode steps.
-    generate(1)
-    asking = threading.Thread(target=generate, args=(PROFILED_TOKENS,), daemon=True)
+    server.generate(prompts, 1, REQUEST_TIMEOUT_S)
+    asking = threading.Thread(target=server.generate, args=(prompts, PROFILED_TOKENS, REQUEST_TIMEOUT_S), daemon=True)
     asking.start()
     time.sleep(1)
-    body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["CPU", "GPU"], "with_stack": False}
-    server.post(body, REQUEST_TIMEOUT_S, "/start_profile")
+    traces = server.trace_steps(folder, PROFILED_STEPS, num_ranks, 60)
     asking.join(REQUEST_TIMEOUT_S)
-    deadline = time.monotonic() + 60
-    while not list(folder.glob("*.json.gz")) and time.monotonic() < deadline:
-        time.sleep(1)
-    # The last bytes of the slowest rank's file.
-    time.sleep(5)
-    return sorted(str(path) for path in folder.glob("*.json.gz"))
-
-
-def describe_host() -> dict[str, object]:
-    """The day, the GPUs, and the versions of what serves."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        gpus = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError) as error:
-        gpus = [f"nvidia-smi: {error}"]
-    versions = {}
-    for package in ("sglang", "torch", "triton", "sgl-flash-mla", "sgl-deep-gemm"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {"date": datetime.date.today().isoformat(), "gpus": gpus, "versions": versions}
+    return traces
 
 
 def run(model: Path, config: str, out: Path, port: int) -> None:
     """Start a config's server, ask, and write its report."""
     command, environment = server_command(model, config, port)
-    site = write_entry_points(out / f"{config}-site", **({} if "gpus" in config.split("-") else SHARED_GPU))
-    path = [str(site), str(ROOT), str(ROOT / "kernels"), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    plugins = {} if "gpus" in config.split("-") else shared_gpu.PLUGIN
+    environment["PYTHONPATH"] = python_path(write_entry_points(out / f"{config}-site", **plugins))
     report = {"config": config, "model": str(model), "command": command, "environment": environment}
-    report |= describe_host()
+    report["host"] = describe_host()
     started = time.monotonic()
     with Server(command, environment, port, out / f"{config}.log") as server:
         report["ready_s"] = server.wait_until_ready(START_TIMEOUT_S)
@@ -357,7 +233,7 @@ def run(model: Path, config: str, out: Path, port: int) -> None:
         report["scenes"] = ask_everything(server, "retract" in config.split("-"))
         report["misuse"] = misuse(server)
         if "profile" in config.split("-"):
-            report["traces"] = profile(server, out / f"{config}-trace")
+            report["traces"] = profile(server, out / f"{config}-trace", parse_sizes(config)[0])
         if "kill" in config.split("-"):
             report["kill"] = kill_a_rank(server)
     log = (out / f"{config}.log").read_text(errors="replace")
@@ -387,7 +263,7 @@ def main() -> None:
             continue
         try:
             run(arguments.model, config, arguments.out, arguments.port + 100 * number)
-        except (RuntimeError, OSError) as error:
+        except ASKING_ERRORS as error:
             failed.append(f"{config}: {error}")
             print(failed[-1], flush=True)
     if failed:

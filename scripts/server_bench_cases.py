@@ -1,6 +1,5 @@
 """What bench_server asks of which server: pools of equal bytes, the command line, the cases that a pool holds."""
 
-import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ import one_gpu_serve as serve
 
 from nsa_dcp.capacity import bytes_per_token, plan
 from nsa_dcp.model_dims import ModelDims
+from nsa_dcp_kernels.kv_format import PAGE_SIZE
 
-PAGE_SIZE = 64
 CHUNKED_PREFILL_SIZE = 8192
 # Steps between two lines of the server's log; a line is one sample of the step time.
 LOG_INTERVAL = 10
@@ -38,14 +37,6 @@ class ServerCase:
     @property
     def name(self) -> str:
         return f"{self.context}x{self.concurrency}{' (largest)' if self.largest else ''}"
-
-
-def parse_sizes(config: str) -> tuple[int, int]:
-    """(tp_size, dcp_size) of `tpN-dcpM-...`. ValueError: it is not of that form."""
-    found = re.match(r"tp(\d+)-dcp(\d+)(-|$)", config)
-    if not found:
-        raise ValueError(f"config must begin with tpN-dcpM, got {config!r}")
-    return int(found[1]), int(found[2])
 
 
 def pool_rows(dims: ModelDims, tp_size: int, dcp_size: int, pool_gib: float) -> int:

@@ -1,6 +1,5 @@
 """Timing a running server: one long prefill, and the steps of a steady decode batch as the server itself logs them."""
 
-import http.client
 import re
 import statistics
 import threading
@@ -8,11 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import one_gpu_serve as serve
 from server_bench_cases import NEW_TOKENS, Prompts, ServerCase
+from server_process import ASKING_ERRORS, Server
 
-# What asking a server may raise; a case that fails does not lose the others.
-ASKING_ERRORS = (RuntimeError, OSError, ValueError, http.client.HTTPException)
 # The first lines of a full batch still hold steps of a smaller one, or a prefill.
 _DISCARDED = 2
 _DECODE_LINE = re.compile(
@@ -55,19 +52,10 @@ def choose_samples(lines: list[LoggedSteps], concurrency: int, wanted: int) -> l
     return full[_DISCARDED:][:wanted]
 
 
-def generate(server: serve.Server, ids: list[list[int]], new_tokens: int, timeout_s: float) -> list[dict]:
-    """Ask for a batch in one request; return the answers' meta_info. RuntimeError: the server refused."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    status, answer = server.post({"input_ids": ids, "sampling_params": sampling}, timeout_s)
-    if status != 200:
-        raise RuntimeError(f"status {status}: {answer}")
-    return [one["meta_info"] for one in answer]
-
-
 class ServerProbe:
     """Asks one server. Remembers which prompts it has prefilled, and how fast."""
 
-    def __init__(self, server: serve.Server, prompts: Prompts, capacity: int, deadline: float) -> None:
+    def __init__(self, server: Server, prompts: Prompts, capacity: int, deadline: float) -> None:
         """Args: deadline: of time.monotonic(), after which nothing is asked."""
         self.server, self.prompts, self.capacity, self.deadline = server, prompts, capacity, deadline
         self.tokens_per_s = 0.0
@@ -82,7 +70,7 @@ class ServerProbe:
         for number in range(repeats):
             ids = self.prompts.take(f"prefill {length} {number}", length)
             started = time.monotonic()
-            (meta,) = generate(self.server, [ids], 1, self._timeout(300))
+            (meta,) = self.server.generate([ids], 1, self._timeout(300))
             seconds = time.monotonic() - started
         if length >= _TELLING_TOKENS:
             self.tokens_per_s = max(self.tokens_per_s, length / seconds)
@@ -114,7 +102,7 @@ class ServerProbe:
 
         def ask() -> None:
             try:
-                outcome.append(generate(self.server, ids, NEW_TOKENS, timeout_s))
+                outcome.append(self.server.generate(ids, NEW_TOKENS, timeout_s))
             except ASKING_ERRORS as error:
                 outcome.append(error)
 
@@ -175,7 +163,7 @@ class ServerProbe:
         started = time.monotonic()
         for start in range(0, len(missing), size):
             group = missing[start : start + size]
-            generate(self.server, [self.prompts.take(number, case.context) for number in group], 1, self._timeout(120))
+            self.server.generate([self.prompts.take(number, case.context) for number in group], 1, self._timeout(120))
             self._held |= dict.fromkeys(group, case.context)
         seconds = time.monotonic() - started
         if tokens >= _TELLING_TOKENS:

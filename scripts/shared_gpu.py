@@ -7,6 +7,8 @@ passes their GPU through one function, which is replaced here.
 import contextlib
 from collections.abc import Iterator
 
+# For sglang's group of entry points, `sglang.srt.plugins`.
+PLUGIN = {"shared_gpu": "shared_gpu:register"}
 TARGET = "sglang.srt.utils.common.maybe_reindex_device_id"
 # NCCL from 2.30 on lets ranks share a GPU. With more than a few channels their kernels starve each other.
 ENVIRONMENT = {

@@ -40,13 +40,9 @@ def register() -> None:
         if not isinstance(stock, BackendFactory):
             register_attention_backend(name)(BackendFactory(stock))
 
-    from sglang.srt.arg_groups.resolution_hooks import _HOOKS, register_resolution_hook
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    from nsa_dcp.sglang_plugin import resolution
+    from nsa_dcp.sglang_plugin.resolution import missing_hooks
 
-    for step, hook in (
-        (resolution.FIRST_STEP, resolution.check_requested_settings),
-        (resolution.LAST_STEP, resolution.check_resolved_settings),
-    ):
-        if hook not in _HOOKS.get(step, ()):
-            register_resolution_hook(step)(hook)
+    for step, hook in missing_hooks():
+        register_resolution_hook(step)(hook)

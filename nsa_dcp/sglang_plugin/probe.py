@@ -182,23 +182,18 @@ def probe_plugin() -> dict[str, object]:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang.srt.arg_groups.resolution_hooks import _HOOKS
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from nsa_dcp.sglang_plugin import resolution
     from nsa_dcp.sglang_plugin.compat import check_symbols
     from nsa_dcp.sglang_plugin.plugin import BACKEND_NAMES, BackendFactory
+    from nsa_dcp.sglang_plugin.resolution import missing_hooks
 
     missing = [
         f"attention backend {name}"
         for name in BACKEND_NAMES
         if not isinstance(ATTENTION_BACKENDS.get(name), BackendFactory)
     ]
-    hooks = (
-        (resolution.FIRST_STEP, resolution.check_requested_settings),
-        (resolution.LAST_STEP, resolution.check_resolved_settings),
-    )
-    missing += [f"hook {step}" for step, hook in hooks if hook not in _HOOKS.get(step, ())]
+    missing += [f"hook {step}" for step, _ in missing_hooks()]
     check_symbols()
     return {"missing": missing}
 

@@ -193,3 +193,13 @@ def _prefill_cuda_graph(view: Any) -> str | None:
     if isinstance(config, dict):
         return config.get("prefill", {}).get("backend", view.cuda_graph_backend_prefill)
     return config.prefill.backend
+
+
+HOOKS = ((FIRST_STEP, check_requested_settings), (LAST_STEP, check_resolved_settings))
+
+
+def missing_hooks() -> list[tuple[str, Callable[[Any, Callable[[Any], None]], None]]]:
+    """The hooks that sglang does not hold, each with its step."""
+    from sglang.srt.arg_groups.resolution_hooks import _HOOKS
+
+    return [(step, hook) for step, hook in HOOKS if hook not in _HOOKS.get(step, ())]

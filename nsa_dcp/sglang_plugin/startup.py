@@ -132,13 +132,8 @@ def _stock_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any
 
 
 def _check_hooks() -> None:
-    from sglang.srt.arg_groups.resolution_hooks import _HOOKS
-
-    for step, hook in (
-        (resolution.FIRST_STEP, resolution.check_requested_settings),
-        (resolution.LAST_STEP, resolution.check_resolved_settings),
-    ):
-        require(hook in _HOOKS.get(step, ()), f"its hook around {step}", "it missing, so the command went unchecked")
+    steps = ", ".join(step for step, _ in resolution.missing_hooks())
+    require(not steps, f"its hook around {steps}", "it missing, so the command went unchecked")
 
 
 def _check_topology(parallel: Any) -> None:

@@ -7,6 +7,7 @@ import time
 
 import bench_server
 import mid_size_model
+import one_gpu_serve
 import pytest
 import random_weights
 import server_bench_cases as cases
@@ -197,7 +198,7 @@ def test_a_stock_server_has_random_weights_too(tmp_path):
 @pytest.mark.parametrize("config", ["dcp2", "tp2", "tp2-dcp", "tp2-dcp2x"])
 def test_a_config_without_sizes_is_refused(config):
     with pytest.raises(ValueError, match="config must begin with tpN-dcpM"):
-        cases.parse_sizes(config)
+        one_gpu_serve.parse_sizes(config)
 
 
 def test_cases_over_the_pool_are_skipped_with_the_reason_and_the_largest_batch_is_added():
@@ -233,9 +234,9 @@ def test_a_short_prefill_says_nothing_about_a_long_one_and_a_hopeless_case_is_no
     class Instant:
         asked = 0
 
-        def post(self, body, timeout_s, path="/generate"):
-            self.asked += len(body["input_ids"])
-            return 200, [{"meta_info": {"cached_tokens": 0}} for _ in body["input_ids"]]
+        def generate(self, ids, new_tokens, timeout_s):
+            self.asked += len(ids)
+            return [{"cached_tokens": 0} for _ in ids]
 
     server = Instant()
     asking = probe.ServerProbe(server, cases.Prompts(1000), 10**9, time.monotonic() + 30)

@@ -1,5 +1,6 @@
 """The checkpoint of the one-GPU servers: its answers are no ties, and depend on all of its attention."""
 
+import lookup_weights
 import one_gpu_model
 import one_gpu_serve
 import pytest
@@ -35,6 +36,10 @@ def answer(checkpoint, dtype, hide=lambda positions: positions < 0):
             seen = torch.cat((seen, torch.ones(1, 1, dtype=torch.long)), dim=1)
             answers.append((length, two.indices[0].item()))
     return answers, torch.stack(best)
+
+
+def test_the_prompts_are_of_the_model_s_vocabulary():
+    assert (one_gpu_model.COMMON["vocab_size"], lookup_weights.BOS) == (one_gpu_serve.VOCAB, one_gpu_serve.BOS)
 
 
 def test_no_answer_is_a_close_call_and_bfloat16_gives_the_same(checkpoint):

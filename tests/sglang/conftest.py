@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-# What several files use stands beside them.
-sys.path.insert(0, str(Path(__file__).parent))
+# What several files use stands beside them; the scripts import each other.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "scripts")]
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 if HAS_SGLANG and not torch.cuda.is_available():
@@ -149,25 +149,13 @@ def publish_rank():
 @pytest.fixture
 def make_rank(publish_rank):
     """A function that builds sglang's own pool and allocator for one rank of a DCP group."""
+    from served_parts import make_pool
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
     def build(dcp_size, dcp_rank, kv_format="fp8", size=128, skip_topk_layers=None):
         publish_rank(dcp_size, dcp_rank)
         dtype = torch.float8_e4m3fn if kv_format == "fp8" else torch.bfloat16
-        pool = DSATokenToKVPool(
-            size,
-            page_size=64,
-            kv_lora_rank=512,
-            dtype=dtype,
-            qk_rope_head_dim=64,
-            layer_num=NUM_LAYERS,
-            device="cpu",
-            index_head_dim=128,
-            enable_memory_saver=False,
-            kv_cache_dim=656 if kv_format == "fp8" else 576,
-            skip_topk_layers=skip_topk_layers,
-        )
+        pool = make_pool(size, NUM_LAYERS, kv_format, skip_topk_layers=skip_topk_layers)
         allocator = PagedTokenToKVPoolAllocator(
             size * dcp_size, page_size=64 * dcp_size, dtype=dtype, device="cpu", kvcache=pool, need_sort=False
         )

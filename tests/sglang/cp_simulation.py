@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from served_parts import make_layer, make_pool
 
 LAYER, NUM_LAYERS, HEADS, TOPK, SM_SCALE = 1, 4, 8, 64, 0.1
 
@@ -116,18 +117,7 @@ def make_cp_runner(model_path, on_hopper, registered, monkeypatch):
         alone = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[group.rank_in_group])
         get_parallel().override_permanently(dcp_group=group, tp_group=group, attn_cp_group=group, attn_tp_group=alone)
         cp_base._STRATEGY = None
-        pool = memory_pool.DSATokenToKVPool(
-            rows,
-            page_size=64,
-            kv_lora_rank=512,
-            dtype=dtype,
-            qk_rope_head_dim=64,
-            layer_num=NUM_LAYERS,
-            device="cpu",
-            index_head_dim=128,
-            enable_memory_saver=False,
-            kv_cache_dim=656 if kv_format == "fp8" else 576,
-        )
+        pool = make_pool(rows, NUM_LAYERS, kv_format)
         for buffer in pool.kv_buffer:
             buffer.view(torch.uint8).fill_(0xFF)
         allocator = PagedTokenToKVPoolAllocator(
@@ -264,14 +254,7 @@ class CpBatch:
 
 
 def layer(heads=HEADS, layer_id=LAYER):
-    return SimpleNamespace(
-        layer_id=layer_id,
-        tp_q_head_num=heads,
-        head_dim=576,
-        v_head_dim=512,
-        scaling=SM_SCALE,
-        is_cross_attention=False,
-    )
+    return make_layer(layer_id, heads, SM_SCALE)
 
 
 def run_rank(backend, batch, layers=(LAYER,)):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from served_parts import make_layer
 
 from nsa_dcp_kernels import attend_sparse, merge_partials
 
@@ -42,14 +43,7 @@ def make_backend(make_rank):
 
 
 def layer(layer_id=LAYER, heads=HEADS):
-    return SimpleNamespace(
-        layer_id=layer_id,
-        tp_q_head_num=heads,
-        head_dim=576,
-        v_head_dim=512,
-        scaling=SM_SCALE,
-        is_cross_attention=False,
-    )
+    return make_layer(layer_id, heads, SM_SCALE)
 
 
 def batch(mode, slots):

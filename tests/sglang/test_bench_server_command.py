@@ -37,7 +37,8 @@ def mid_size(tmp_path):
     ],
 )
 def test_sglang_accepts_the_command_and_the_model(mid_size, config):
-    from server_bench_cases import bench_command, parse_sizes, pool_rows
+    from one_gpu_serve import parse_sizes
+    from server_bench_cases import bench_command, pool_rows
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.configs.model_config import ModelConfig, dsa_layer_skips_topk, is_deepseek_dsa
     from sglang.srt.server_args import ServerArgs
@@ -86,9 +87,9 @@ if __name__ == "__main__":
 
 
 def test_the_ranks_fill_in_random_weights_and_the_launcher_imports_no_model(tmp_path):
-    import one_gpu_serve
+    import server_process
 
-    one_gpu_serve.write_entry_points(tmp_path, random_weights="random_weights:register")
+    server_process.write_entry_points(tmp_path, random_weights="random_weights:register")
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, [tmp_path, ROOT / "scripts"])),

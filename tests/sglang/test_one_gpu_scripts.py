@@ -2,30 +2,22 @@
 GPU."""
 
 import copy
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import one_gpu_compare as compare
+import one_gpu_model
+import one_gpu_profile as profile
+import one_gpu_serve as serve
 import pytest
+import server_process
+import shared_gpu
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-# They import each other.
-sys.path.insert(0, str(SCRIPTS))
 ROUNDING = 0.05
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-compare, serve = load("one_gpu_compare"), load("one_gpu_serve")
 
 
 def report(**changes):
@@ -185,7 +177,6 @@ def test_ranks_with_gpus_of_their_own_use_sglang_s_all_reduce():
 
 
 def test_a_trace_is_summed_by_step():
-    profile = load("one_gpu_profile")
     events = [
         {"ph": "X", "cat": "kernel", "name": "void attend<float>(int)", "ts": 0, "dur": 30},
         {"ph": "X", "cat": "kernel", "name": "attend", "ts": 30, "dur": 10},
@@ -224,7 +215,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 def test_a_server_and_its_children_are_ended_whatever_happens(tmp_path, unused_port):
     with (
         pytest.raises(RuntimeError, match="on purpose"),
-        serve.Server(
+        server_process.Server(
             [sys.executable, "-c", FAKE_SERVER, str(unused_port)], {}, unused_port, tmp_path / "log"
         ) as server,
     ):
@@ -234,20 +225,20 @@ def test_a_server_and_its_children_are_ended_whatever_happens(tmp_path, unused_p
         answers = serve.ask_at_once(server, {"a": [1, 2], "b": [5]})
         assert [answer["tokens"] for answer in answers] == [[3], [5]]
         raise RuntimeError("on purpose")
-    assert not any(serve._is_running(process_id) for process_id in processes)
+    assert not any(server_process.is_running(process_id) for process_id in processes)
 
 
 def test_a_server_that_dies_at_its_start_is_reported_with_its_log(tmp_path, unused_port):
     command = [sys.executable, "-c", "print('no such flag'); raise SystemExit(3)"]
     with (
-        serve.Server(command, {}, unused_port, tmp_path / "log") as server,
+        server_process.Server(command, {}, unused_port, tmp_path / "log") as server,
         pytest.raises(RuntimeError, match=r"(?s)ended with 3.*no such flag"),
     ):
         server.wait_until_ready(30)
 
 
 def test_the_entry_point_is_found_as_if_it_were_installed(tmp_path):
-    folder = serve.write_entry_points(tmp_path / "site")
+    folder = server_process.write_entry_points(tmp_path / "site")
     program = "import importlib.metadata as m; print([e.value for e in m.entry_points(group='sglang.srt.plugins')])"
     environment = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
@@ -257,7 +248,7 @@ def test_the_entry_point_is_found_as_if_it_were_installed(tmp_path):
 @pytest.mark.sglang
 @pytest.mark.parametrize("module", ["entrypoints.engine", "managers.data_parallel_controller"])
 def test_every_rank_is_given_the_first_gpu(tmp_path, module):
-    folder = serve.write_entry_points(tmp_path / "site", **serve.SHARED_GPU)
+    folder = server_process.write_entry_points(tmp_path / "site", **shared_gpu.PLUGIN)
     program = f"""
 from sglang.srt import {module.partition(".")[0]}
 from sglang.srt.{module} import load_plugins
@@ -315,8 +306,7 @@ def assert_accepted(tmp_path, config, model):
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import ServerArgs
 
-    models = load("one_gpu_model")
-    fields = models.COMMON | {"num_nextn_predict_layers": 0} | models.MODELS[model]
+    fields = one_gpu_model.COMMON | {"num_nextn_predict_layers": 0} | one_gpu_model.MODELS[model]
     (tmp_path / "config.json").write_text(json.dumps(fields))
     command, _ = serve.server_command(tmp_path, config, 31000)
     parser = argparse.ArgumentParser()

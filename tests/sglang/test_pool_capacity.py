@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from served_parts import make_pool
 
 from nsa_dcp.capacity import GIB, plan
 from nsa_dcp.model_dims import read_config
@@ -130,22 +131,13 @@ def test_the_planned_pool_is_the_one_that_sglang_sizes(
 def test_the_pool_that_sglang_builds_holds_the_planned_bytes_and_one_reserved_page(
     sglang_server, tmp_path, dcp_size, kv_cache_dtype
 ):
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
-
     sglang_server(GLM_TYPES, dcp_size, kv_cache_dtype, 0)
     dims = read_config(tmp_path)
     (row,) = plan(dims, gpu_memory_gib=0.02, kv_cache_dtypes=(kv_cache_dtype,), dcp_sizes=(dcp_size,)).rows
-    pool = DSATokenToKVPool(
-        size=row.tokens_per_gpu,
-        page_size=64,
-        dtype=DTYPES[kv_cache_dtype][0],
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        layer_num=dims.num_hidden_layers,
-        device="cpu",
-        index_head_dim=128,
-        enable_memory_saver=False,
-        kv_cache_dim=656 if kv_cache_dtype == "fp8_e4m3" else 576,
+    pool = make_pool(
+        row.tokens_per_gpu,
+        dims.num_hidden_layers,
+        "fp8" if kv_cache_dtype == "fp8_e4m3" else "bf16",
         skip_topk_layers=[layer not in dims.indexer_layers for layer in range(dims.num_hidden_layers)],
     )
     latent = sum(buffer.nbytes for buffer in pool.kv_buffer)

@@ -1,0 +1,36 @@
+"""Parts of a server that several tests build: a rank's pool, and an attention layer as a backend sees it."""
+
+from types import SimpleNamespace
+
+import torch
+
+
+def make_pool(rows, num_layers, kv_format="fp8", **more):
+    """sglang's own pool for one rank, on the CPU."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    return DSATokenToKVPool(
+        rows,
+        page_size=64,
+        kv_lora_rank=512,
+        dtype=torch.float8_e4m3fn if kv_format == "fp8" else torch.bfloat16,
+        qk_rope_head_dim=64,
+        layer_num=num_layers,
+        device="cpu",
+        index_head_dim=128,
+        enable_memory_saver=False,
+        kv_cache_dim=656 if kv_format == "fp8" else 576,
+        **more,
+    )
+
+
+def make_layer(layer_id, heads, sm_scale):
+    """What a backend reads of sglang's RadixAttention."""
+    return SimpleNamespace(
+        layer_id=layer_id,
+        tp_q_head_num=heads,
+        head_dim=576,
+        v_head_dim=512,
+        scaling=sm_scale,
+        is_cross_attention=False,
+    )
