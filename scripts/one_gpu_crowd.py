@@ -10,13 +10,14 @@ one_gpu_compare.py.
 
 import argparse
 import json
-import os
 import re
 import sys
 import time
 from pathlib import Path
 
 import one_gpu_serve as serve
+import shared_gpu
+from server_process import ASKING_ERRORS, Server, describe_host, python_path, write_entry_points
 
 REQUESTS, SPLIT_ROWS = 96, 64
 # Of the same prompts, which are cached from the second on: then steps are full from the first token.
@@ -43,7 +44,7 @@ def crowd_command(model: Path, config: str, port: int) -> tuple[list[str], dict[
     return command, environment
 
 
-def ask_crowd(server: serve.Server) -> dict[str, list[dict]]:
+def ask_crowd(server: Server) -> dict[str, list[dict]]:
     """Ask everything at once; return the answers by scene."""
     scenes = {"first": [serve.ask(server, "9 tokens", serve.prompt(9, 0), serve.FIRST_REQUEST_TIMEOUT_S)]}
     lengths = [LENGTHS[n % len(LENGTHS)] for n in range(REQUESTS)]
@@ -68,14 +69,13 @@ def run(model: Path, config: str, out: Path, port: int) -> None:
         RuntimeError: it did not start or answer, or never decoded enough requests at once.
     """
     command, environment = crowd_command(model, config, port)
-    site = serve.write_entry_points(out / f"{config}-site", **({} if "gpus" in config.split("-") else serve.SHARED_GPU))
-    path = [site, *(serve.ROOT / folder for folder in ("", "kernels", "scripts")), os.environ.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, path)))
+    plugins = {} if "gpus" in config.split("-") else shared_gpu.PLUGIN
+    environment["PYTHONPATH"] = python_path(write_entry_points(out / f"{config}-site", **plugins))
     report = {"config": config, "model": str(model), "command": command, "environment": environment}
-    report |= serve.describe_host()
+    report["host"] = describe_host()
     log = out / f"{config}.log"
     started = time.monotonic()
-    with serve.Server(command, environment, port, log) as server:
+    with Server(command, environment, port, log) as server:
         report["ready_s"] = server.wait_until_ready(serve.START_TIMEOUT_S)
         report["max_total_num_tokens"] = server.get("/server_info", 30).get("max_total_num_tokens")
         report["scenes"] = ask_crowd(server)
@@ -104,7 +104,7 @@ def main() -> None:
             continue
         try:
             run(arguments.model, config, arguments.out, arguments.port + 100 * number)
-        except (RuntimeError, OSError) as error:
+        except ASKING_ERRORS as error:
             failed.append(f"{config}: {error}")
             print(failed[-1], flush=True)
     if failed:
