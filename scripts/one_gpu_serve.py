@@ -182,12 +182,12 @@ def ask_everything(server: Server, retract: bool) -> dict[str, list[dict]]:
     return scenes
 
 
-def misuse(server: Server) -> dict[str, object]:
-    """What a malformed request and a prompt over the pool are answered, and that the server answers afterwards."""
+def misuse(server: Server, times: int = 8) -> dict[str, object]:
+    """What a malformed request and a prompt of 5,000 times `times` tokens are answered, and what one more is then."""
     small = {"temperature": 0, "max_new_tokens": 2}
     return {
         "malformed": server.post({"input_ids": "these are no ids", "sampling_params": small}, 60)[0],
-        "over the pool": server.post({"input_ids": 8 * prompt(5000, 5), "sampling_params": small}, 60)[0],
+        "over the pool": server.post({"input_ids": times * prompt(5000, 5), "sampling_params": small}, 60)[0],
         "afterwards": server.post({"input_ids": prompt(7, 6), "sampling_params": small}, 60)[0],
     }
 

@@ -68,6 +68,27 @@ SYMBOLS = (
         "the selection of prefill, which we split by rows over the attention-TP group",
         ("self", "enable_dual_stream", "forward_batch", "layer_id", "q_fp8", "weights", "metadata", "topk_result"),
     ),
+    Symbol(
+        f"{_ATTENTION}.dsa.dsa_indexer:Indexer._get_topk_paged",
+        "the selection of decode, which we split likewise from 64 rows",
+        ("self", "forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
+    ),
+    Symbol(
+        "sglang.srt.model_executor.forward_batch_info:ForwardMode.is_decode",
+        "verify and draft-extend steps are not split",
+        ("self",),
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa.utils:resolve_paged_mqa_logits_metadata_fn",
+        "the scoring kernel's schedule, made for a rank's rows of a decode step",
+        (),
+    ),
+    Symbol(f"{_ATTENTION}.dsa.utils:resolve_num_sms", "the same", ()),
+    Symbol(
+        "sglang.kernels.ops.attention.dsv4.topk:plan_topk_v2",
+        "the top-k kernel's plan, made for a rank's rows of a decode step",
+        ("seq_lens", "static_threshold", "out"),
+    ),
     Symbol(f"{_ATTENTION}.dsa.dsa_indexer_metadata:DSAIndexerMetadata", "narrowed to a rank's rows for that"),
     Symbol(f"{_ATTENTION}.dsa_backend:DSAMetadata", "the same"),
     Symbol(
@@ -201,7 +222,7 @@ SYMBOLS = (
     Symbol("sglang.srt.layers.cp.zigzag:ZigzagContextParallelMetadata", "the lengths of a rank's blocks"),
     Symbol(
         "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_into_tensor",
-        "gathering pages over the DCP group",
+        "gathering pages over the DCP group, and selections over the attention-TP group, captured",
         ("self", "output", "input"),
     ),
     Symbol(

@@ -78,6 +78,16 @@ def test_the_buffer_is_allocated_before_anything_is_served(make_runner):
     assert backend._buffer._bytes.nbytes == 4 * 10 * 64 * 656
 
 
+def test_indexers_are_left_as_they_are(make_runner):
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+
+    runner, indexer = make_runner(), object.__new__(Indexer)
+    torch.nn.Module.__init__(indexer)
+    runner.model[0].indexer = indexer
+    build(runner)
+    assert not {"_get_topk_paged", "_get_topk_ragged"} & set(vars(indexer))
+
+
 def test_a_draft_worker_gets_sglangs_backend(make_runner, monkeypatch):
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 

@@ -15,6 +15,7 @@ DCP_SIZE, DCP_RANK, HEADS = 4, 1, 64
 def runner(make_rank, model_path):
     """A model runner as the factory meets it: real arguments, pool and allocator, a model of one attention layer."""
     from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
     from sglang.srt.server_args import ServerArgs
 
@@ -25,7 +26,10 @@ def runner(make_rank, model_path):
     rank = make_rank(DCP_SIZE, DCP_RANK, "bfloat16")
     attention = object.__new__(DeepseekV2AttentionMLA)
     torch.nn.Module.__init__(attention)
-    attention.dcp_size = DCP_SIZE
+    attention.dcp_size, attention.layer_id, attention.skip_topk = DCP_SIZE, 0, False
+    attention.indexer = object.__new__(Indexer)
+    torch.nn.Module.__init__(attention.indexer)
+    attention.indexer.index_topk = 2048
     attention.attn_mqa_for_dcp_decode = SimpleNamespace(tp_q_head_num=HEADS)
     return SimpleNamespace(
         server_args=server_args,
@@ -76,16 +80,18 @@ def test_the_log_says_what_is_served(build, runner, caplog):
     assert served["tokens"] == DCP_SIZE * runner.token_to_kv_pool.size
 
 
-def test_prefill_selection_is_split_over_the_attention_tp_group(build, runner):
-    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+def test_selection_is_split_over_the_attention_tp_group_in_prefill_and_in_decode(build, runner):
     from sglang.srt.runtime_context import get_parallel
 
-    indexer = object.__new__(Indexer)
-    torch.nn.Module.__init__(indexer)
-    indexer.index_topk = 2048
-    runner.model.append(indexer)
     build(runner)
+    indexer = runner.model[0].indexer
     assert indexer._get_topk_ragged.group is get_parallel().attn_tp_group
+    assert indexer._get_topk_paged.share.group is get_parallel().attn_tp_group
+
+
+def test_a_layer_that_shares_a_selection_needs_no_indexer(build, runner):
+    runner.model[0].indexer, runner.model[0].skip_topk = None, True
+    assert build(runner) == ("ours", runner)
 
 
 def test_a_draft_worker_gets_sglangs_backend(build, runner):
@@ -94,6 +100,8 @@ def test_a_draft_worker_gets_sglangs_backend(build, runner):
     runner.is_draft_worker = True
     assert build(runner) == ("stock", runner)
     assert not envs.SGLANG_DSA_TOPK_BROADCAST.get()
+    # Its indexers select for all rows.
+    assert not {"_get_topk_paged", "_get_topk_ragged"} & set(vars(runner.model[0].indexer))
 
 
 def test_without_dcp_sglangs_backend_is_returned_untouched(build, runner, publish_rank):
@@ -179,6 +187,22 @@ def break_layer(runner, monkeypatch):
     runner.model[0].dcp_size = 1
 
 
+def break_prefill_split(runner, monkeypatch):
+    from nsa_dcp.sglang_plugin import startup
+
+    monkeypatch.setattr(startup, "split_rows", lambda model, group: None)
+
+
+def break_decode_split(runner, monkeypatch):
+    from nsa_dcp.sglang_plugin import startup
+
+    monkeypatch.setattr(startup, "split_decode_rows", lambda model, group: None)
+
+
+def break_indexer_class(runner, monkeypatch):
+    runner.model[0].indexer = torch.nn.Linear(1, 1)
+
+
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
@@ -195,6 +219,9 @@ def break_layer(runner, monkeypatch):
         (break_lse_base, "base-2 log-sum-exps to be merged for flashmla"),
         (break_model, "DeepseekV2AttentionMLA layers in the model, found none"),
         (break_layer, "layers that run DCP over 4 ranks, found 1"),
+        (break_prefill_split, "layer 0 to select by RowSplitSelection, found _get_topk_ragged of Indexer"),
+        (break_decode_split, "layer 0 to select by RowSplitDecodeSelection, found _get_topk_paged of Indexer"),
+        (break_indexer_class, "layer 0 to select by RowSplitSelection, found _get_topk_ragged of Linear"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -1,0 +1,144 @@
+"""sglang's own decode metadata on a CPU, captured and refreshed as its graph runner does; and a stand-in for a CUDA
+graph."""
+
+from types import SimpleNamespace
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+PAGE = 64
+HOST_SYNCS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero)
+
+
+class Graph(TorchDispatchMode):
+    """Records the operations of a `with` block, and runs them again on the same memory.
+
+    As in a CUDA graph, whatever Python decided is fixed, and reading a value on the host is an error.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.nodes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in HOST_SYNCS, f"{func} reads a value on the host"
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.nodes.append((func, args, kwargs, out))
+        return out
+
+    def replay(self):
+        for func, args, kwargs, out in self.nodes:
+            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                # A view and an in-place operation give the memory that they gave before.
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class RelayedGather:
+    """An all-gather among ranks that run one after the other: in a first round every rank's part is kept, in a second
+    all are handed out. A collective for `Graph`: not one of the operations that it is made of."""
+
+    def __init__(self, world_size):
+        self.world_size, self.parts = world_size, {}
+
+    def rank(self, rank):
+        def relay(output, part):
+            assert output.is_contiguous()
+            assert output.shape[0] == self.world_size * part.shape[0]
+            self.parts[rank] = part.clone()
+            output.copy_(torch.cat([self.parts.get(r, part) for r in range(self.world_size)]))
+
+        def all_gather_into_tensor(output, part):
+            graph = _get_current_dispatch_mode()
+            with _disable_current_modes():
+                relay(output, part)
+            if graph is not None:
+                graph.nodes.append((relay, (output, part), {}, None))
+
+        return SimpleNamespace(
+            world_size=self.world_size, rank_in_group=rank, all_gather_into_tensor=all_gather_into_tensor
+        )
+
+
+def make_metadata_backend(num_requests, max_len, topk, topk_backend, fused):
+    """Return sglang's backend as far as decode metadata goes, its requests' pages dealt out at random.
+
+    Args:
+        num_requests: the most that a batch holds.
+        max_len: the longest context.
+        topk: width of a selection.
+        topk_backend: sglang's DSATopKBackend.
+        fused: whether the top-k kernel maps positions to slots.
+    """
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+
+    backend = object.__new__(DeepseekSparseAttnBackend)
+    width = -(-max_len // PAGE)
+    pages = torch.randperm(num_requests * width, generator=torch.Generator().manual_seed(4)).view(num_requests, width)
+    positions = torch.arange(width * PAGE)
+    backend.req_to_token = (pages[:, positions // PAGE] * PAGE + positions % PAGE).to(torch.int32)
+    backend.req_to_token_pool = SimpleNamespace(req_to_token=backend.req_to_token)
+    backend.device, backend.physical_page_size, backend.dsa_index_kpool = "cpu", PAGE, 1
+    backend.dsa_index_topk, backend.dsa_topk_backend, backend.use_fused_topk = topk, topk_backend, fused
+    backend.hisparse_coordinator = backend.speculative_num_draft_tokens = backend._kv_shard_pool = None
+    backend.experimental_kpool_metadata_fusion = backend.use_mha = backend.enable_auto_select_prefill_impl = False
+    backend.dsa_prefill_impl, backend.dsa_decode_impl = "flashmla_kv", "not flashmla_kv: it would make its schedule"
+    backend._is_in_breakable_cuda_graph = backend._is_in_tc_piecewise_cuda_graph = lambda: False
+    backend._get_device_sm, backend._is_blackwell = lambda: 90, lambda: False
+    backend._memory_saver_adapter = SimpleNamespace(region=lambda **_: torch.no_grad())
+    backend._arange_buf = torch.arange(num_requests + 1, dtype=torch.int32)
+    backend._fused_decode_metadata = fill_decode_metadata
+    backend.dsa_kv_cache_store_fp8 = True
+    backend.init_cuda_graph_state(num_requests, num_requests)
+    return backend
+
+
+def fill_decode_metadata(
+    seq_lens,
+    req_pool_indices,
+    req_to_token,
+    cache_seqlens,
+    cu_seqlens_k,
+    page_table_1,
+    dsa_cache_seqlens,
+    dsa_cu_seqlens_k,
+    real_page_table,
+    bs,
+    max_len,
+    dsa_index_topk,
+    physical_page_size,
+):
+    """sglang's kernel of the same purpose: it writes rows over their live prefix alone."""
+    cache_seqlens.copy_(seq_lens)
+    dsa_cache_seqlens.copy_(seq_lens.clamp(max=dsa_index_topk))
+    for total, lengths in ((cu_seqlens_k, cache_seqlens), (dsa_cu_seqlens_k, dsa_cache_seqlens)):
+        total[1:].copy_(lengths.cumsum(0))
+    for row, (request, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
+        slots = req_to_token[request, :length]
+        if page_table_1 is not None:
+            page_table_1[row, :length] = slots
+        real_page_table[row, : -(-length // physical_page_size)] = slots[::physical_page_size] // physical_page_size
+
+
+def prepare_step(backend, requests, seq_lens, capturing=False):
+    """Have sglang make, or refresh, the metadata of a captured decode batch; return the indexer's.
+
+    Args:
+        backend: of `make_metadata_backend`.
+        requests, seq_lens: [B] int64 and int32.
+        capturing: the runner's flag while it captures.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    batch = SimpleNamespace(
+        batch_size=len(seq_lens),
+        req_pool_indices=requests,
+        seq_lens=seq_lens,
+        seq_lens_cpu=None,
+        forward_mode=ForwardMode.DECODE,
+        spec_info=None,
+    )
+    backend.init_forward_metadata_out_graph(batch, in_capture=capturing)
+    return backend.get_indexer_metadata(0, batch)

@@ -1,0 +1,43 @@
+"""The serving check of many requests at once: the server it starts has room for them. Runs without sglang and a GPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import one_gpu_crowd as crowd
+
+from nsa_dcp.sglang_plugin.row_split_decode import MIN_ROWS
+
+
+def value_of(command, flag):
+    assert command.count(flag) == 1
+    return command[command.index(flag) + 1]
+
+
+@pytest.mark.parametrize("dcp_size", [1, 2, 8])
+def test_all_requests_fit_and_run_at_once(dcp_size):
+    command, _ = crowd.crowd_command(Path("model"), f"tp8-dcp{dcp_size}", 21000)
+    assert value_of(command, "--max-running-requests") == value_of(command, "--cuda-graph-max-bs-decode") == "96"
+    assert value_of(command, "--decode-log-interval") == "1"
+    page = 64 * dcp_size
+    longest = [length + max(crowd.NEW_TOKENS) for length in crowd.LENGTHS]
+    needed = crowd.REQUESTS // len(longest) * sum(-(-length // page) * page for length in longest)
+    assert needed < int(value_of(command, "--max-total-tokens")) * dcp_size
+
+
+def test_its_steps_are_split():
+    assert crowd.SPLIT_ROWS == MIN_ROWS <= crowd.REQUESTS
+    assert all(crowd.REQUESTS % ranks == 0 for ranks in (2, 4, 8))
+    assert crowd.REQUESTS % len(crowd.LENGTHS) == 0
+
+
+def test_decode_steps_are_counted_by_their_size():
+    log = """
+    [TP0] Prefill batch, #new-seq: 3, #running-req: 7, x
+    [TP0] Decode batch, #running-req: 96, #token: 9, cuda graph: True
+    [TP0] Decode batch [12], #running-req: 96, #token: 9
+    [TP0] Decode batch, #running-req: 5, #token: 9
+    """
+    assert crowd.decode_sizes(log) == {5: 1, 96: 2}
