@@ -1,8 +1,6 @@
-"""Attention on Hopper: against float64, bit for bit between repeats and graph replays, and its refusals."""
+"""Attention on Hopper: against float64, bit for bit between repeats and graph replays."""
 
 import math
-import sys
-import types
 
 import pytest
 import torch
@@ -367,32 +365,6 @@ def test_schedule_in_another_layout_is_told_apart():
     assert not _flash_mla.walks_every_block([own[0], [9, 12, 0, 4, 0, 0, 0, 0]], num_splits, 3, 4)
 
 
-def test_more_heads_than_flash_mla_takes_are_refused():
-    assert [_flash_mla.pad_heads(heads) for heads in (1, 64, 65, 128)] == [64, 64, 128, 128]
-    with pytest.raises(NotImplementedError, match="1 to 128 heads a rank, got 129"):
-        _flash_mla.pad_heads(129)
-
-
-def test_other_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(RuntimeError, match=r"needs a Hopper GPU .*, found NVIDIA A100 \(8.0\)"):
-        _flash_mla.count_sms.__wrapped__(torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        pytest.param(None, r"needs sgl-flash-mla, .*pip install 'nsa-dcp\[cuda\]'", id="missing"),
-        pytest.param(types.ModuleType("flash_mla"), "pip uninstall flash-mla", id="unrelated-upload"),
-    ],
-)
-def test_missing_flash_mla_is_named_with_the_command(module, message, monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_mla", module)
-    with pytest.raises(RuntimeError, match=message):
-        _flash_mla.load_flash_mla.__wrapped__()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=["fp8", "bf16"])
 @pytest.mark.parametrize(("num_tokens", "num_heads"), [(9, 16), (70, 32), (9, 96), (300, 16)])
@@ -407,6 +379,5 @@ def test_what_stands_in_the_padding_of_heads_reaches_no_result(num_tokens, num_h
     poison = [torch.full_like(zeros, float("nan")) for _ in range(8)]
     del poison
     out, lse = attend_selection(q, cache, selection, SM_SCALE)
-    assert_bitwise_equal(
-        (out.contiguous(), lse.contiguous()), tuple(part[:, :num_heads].contiguous() for part in expected)
-    )
+    for actual, padded in zip((out, lse), expected):
+        assert_bitwise_equal(actual.contiguous(), padded[:, :num_heads].contiguous())
