@@ -57,10 +57,14 @@ SYMBOLS = (
     Symbol("sglang.srt.utils.common:parse_connector_type", "the same", ("url",)),
     Symbol("sglang.srt.runtime_context:get_parallel", "DCP size, rank and groups", ()),
     Symbol("sglang.srt.runtime_context:get_exec", "the resolved sparse backends", ()),
-    Symbol("sglang.srt.environ:envs", "SGLANG_DSA_TOPK_BROADCAST: one selection on every rank"),
     Symbol(
-        f"{_ATTENTION}.dsa.dsa_indexer:_broadcast_indexer_topk_from_rank0",
-        "what that switch turns on, over the attention-TP group",
+        f"{_ATTENTION}.dsa.dsa_indexer:Indexer.forward_cuda",
+        "where it takes its selections from: the two methods below, or rows that need no agreement",
+        ("self", "x", "q_lora", "positions", "forward_batch", "layer_id", "return_indices", "use_cuda_graph"),
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa.dsa_indexer:_broadcast_indexer_topk_from_rank0_impl",
+        "one selection for all ranks of the attention-TP group where it is not split by rows, captured",
         ("topk_indices",),
     ),
     Symbol(

@@ -73,16 +73,21 @@ class RowSplitDecodeSelection:
     Args:
         select: the indexer's own method.
         share: this rank's, one for all indexers of the model.
+        agree: overwrites a selection with that of the first rank of the share's group. Every rank calls it, and it is
+            captured in graphs.
     """
 
-    def __init__(self, select: Callable[..., torch.Tensor], share: DecodeShare) -> None:
+    def __init__(
+        self, select: Callable[..., torch.Tensor], share: DecodeShare, agree: Callable[[torch.Tensor], Any]
+    ) -> None:
         self.select = select
         self.share = share
+        self.agree = agree
 
     def __call__(
         self, forward_batch: Any, layer_id: int, q_fp8: torch.Tensor, weights: torch.Tensor, metadata: Any
     ) -> torch.Tensor:
-        """Select for this rank's rows of a decode step and gather the others'; elsewhere select for all.
+        """Select for this rank's rows of a decode step and gather the others'; elsewhere select for all and agree.
 
         Args:
             forward_batch: handed through. Only a decode batch is split.
@@ -92,12 +97,14 @@ class RowSplitDecodeSelection:
             metadata: sglang's DSAIndexerMetadata of the whole batch.
 
         Returns:
-            [T, index_topk] int32, -1 in padding rows; where the batch is split, the same on every rank.
+            [T, index_topk] int32, the same on every rank; -1 in padding rows.
         """
         num_rows = metadata.get_seqlens_int32().shape[0]
         rows = self.share.rows(num_rows) if forward_batch.forward_mode.is_decode() else None
         if rows is None:
-            return self.select(forward_batch, layer_id, q_fp8, weights, metadata)
+            selection = self.select(forward_batch, layer_id, q_fp8, weights, metadata)
+            self.agree(selection)
+            return selection
         narrowed = self.share.narrow(metadata, layer_id, rows)
         part = self.select(forward_batch, layer_id, q_fp8[rows], weights[rows], narrowed)
         selection = part.new_empty(max(q_fp8.shape[0], num_rows), part.shape[1])
@@ -106,19 +113,20 @@ class RowSplitDecodeSelection:
         return selection
 
 
-def split_decode_rows(model: torch.nn.Module, group: Any) -> None:
+def split_decode_rows(model: torch.nn.Module, group: Any, agree: Callable[[torch.Tensor], Any]) -> None:
     """Let every indexer of a model select for this rank's share of a decode batch. May be called more than once.
 
     Args:
         model: a loaded DSA model, not a draft.
         group: sglang's attention-TP group.
+        agree: as in `RowSplitDecodeSelection`, over that group.
     """
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 
     share = DecodeShare(group)
     for indexer in model.modules():
         if isinstance(indexer, Indexer) and not isinstance(indexer._get_topk_paged, RowSplitDecodeSelection):
-            indexer._get_topk_paged = RowSplitDecodeSelection(indexer._get_topk_paged, share)
+            indexer._get_topk_paged = RowSplitDecodeSelection(indexer._get_topk_paged, share, agree)
 
 
 def narrow_decode_metadata(metadata: Any, rows: slice) -> Any:

@@ -15,8 +15,7 @@ from nsa_dcp.model_dims import dims_from_config
 from nsa_dcp.sglang_plugin import resolution
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version
 from nsa_dcp.sglang_plugin.requirements import require
-from nsa_dcp.sglang_plugin.row_split import RowSplitSelection, split_rows
-from nsa_dcp.sglang_plugin.row_split_decode import RowSplitDecodeSelection, split_decode_rows
+from nsa_dcp.sglang_plugin.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup_line import startup_line
 from nsa_dcp.sglang_plugin.validation import PAGE_SIZE, SPARSE_BACKEND, concerns_us, head_bucket
 
@@ -72,24 +71,10 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     from nsa_dcp.sglang_plugin.backend import DcpDeepseekSparseAttnBackend
 
     _check_tensor_parallel(model_runner, parallel)
-    select_alike_on_every_rank()
-    split_rows(model_runner.model, parallel.attn_tp_group)
-    split_decode_rows(model_runner.model, parallel.attn_tp_group)
-    _check_row_split(model_runner.model)
+    select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group)
     backend = DcpDeepseekSparseAttnBackend(model_runner)
     logger.info(describe_server(model_runner, parallel))
     return backend
-
-
-def select_alike_on_every_rank() -> None:
-    """Have sglang broadcast each layer's selection over the attention-TP group, which contains the DCP group.
-
-    Its top-k keeps equal scores in the order in which threads meet them, so two ranks may keep different tokens of a
-    tie: one would be attended to twice and another not at all.
-    """
-    from sglang.srt.environ import envs
-
-    envs.SGLANG_DSA_TOPK_BROADCAST.set(True)
 
 
 def describe_server(model_runner: Any, parallel: Any) -> str:
@@ -156,22 +141,6 @@ def _check_tensor_parallel(model_runner: Any, parallel: Any) -> None:
     for layer in model_runner.model.modules():
         if isinstance(layer, DeepseekV2AttentionMLA):
             head_bucket(layer.attn_mqa_for_dcp_decode.tp_q_head_num)
-
-
-def _check_row_split(model: Any) -> None:
-    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
-
-    for layer in model.modules():
-        if isinstance(layer, DeepseekV2AttentionMLA) and not layer.skip_topk:
-            for method, split in (
-                ("_get_topk_ragged", RowSplitSelection),
-                ("_get_topk_paged", RowSplitDecodeSelection),
-            ):
-                require(
-                    isinstance(getattr(layer.indexer, method, None), split),
-                    f"layer {layer.layer_id} to select by {split.__name__}",
-                    f"{method} of {type(layer.indexer).__name__}",
-                )
 
 
 def _check_pool(model_runner: Any, dcp_size: int) -> None:

@@ -166,10 +166,14 @@ def decode_batch(mode="DECODE"):
     return SimpleNamespace(forward_mode=ForwardMode[mode])
 
 
-def make_splits(select, gather):
+def never(selection):
+    raise AssertionError("rows that were gathered agree already")
+
+
+def make_splits(select, gather, agree=never):
     from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare, RowSplitDecodeSelection
 
-    return [RowSplitDecodeSelection(select, DecodeShare(gather.rank(rank))) for rank in range(gather.world_size)]
+    return [RowSplitDecodeSelection(select, DecodeShare(gather.rank(rank)), agree) for rank in range(gather.world_size)]
 
 
 def run_layers(split, queries, metadata):
@@ -305,10 +309,10 @@ def test_ranks_agree_where_their_own_kernels_would_not(make_backend):
     [(56, 8, "DECODE"), (63, 2, "DECODE"), (65, 2, "DECODE"), (100, 8, "DECODE"), (66, 4, "DECODE")]
     + [(64, 8, mode) for mode in ("TARGET_VERIFY", "DRAFT_EXTEND_V2", "IDLE")],
 )
-def test_small_and_odd_batches_and_other_steps_are_left_as_they_are(make_backend, num_rows, world_size, mode):
+def test_small_and_odd_batches_and_other_steps_are_not_split_but_agreed_on(make_backend, num_rows, world_size, mode):
     from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare, RowSplitDecodeSelection
 
-    seen = []
+    seen, agreed = [], []
     q, weights, requests, lengths = draw(num_rows, seed=11)
     metadata = decode.prepare_step(make_backend("v2"), requests, lengths, capturing=True)
     batch, result = decode_batch(mode), object()
@@ -318,7 +322,9 @@ def test_small_and_odd_batches_and_other_steps_are_left_as_they_are(make_backend
         return result
 
     group = SimpleNamespace(world_size=world_size, rank_in_group=1)
-    assert RowSplitDecodeSelection(select, DecodeShare(group))(batch, 0, q, weights, metadata) is result
+    split = RowSplitDecodeSelection(select, DecodeShare(group), agreed.append)
+    assert split(batch, 0, q, weights, metadata) is result
+    assert agreed == [result]
     assert all(mine is given for mine, given in zip(seen[0], (batch, 0, q, weights, metadata), strict=True))
 
 
@@ -347,8 +353,8 @@ def test_an_indexer_is_split_once_and_all_share_their_steps_metadata(indexer):
     other = type(indexer).__new__(type(indexer))
     torch.nn.Module.__init__(other)
     model, group = torch.nn.ModuleList([indexer, other, torch.nn.Linear(1, 1)]), object()
-    split_decode_rows(model, group)
-    split_decode_rows(model, group)
+    split_decode_rows(model, group, never)
+    split_decode_rows(model, group, never)
     assert isinstance(indexer._get_topk_paged, RowSplitDecodeSelection)
     assert not isinstance(indexer._get_topk_paged.select, RowSplitDecodeSelection)
     assert indexer._get_topk_paged.share is other._get_topk_paged.share

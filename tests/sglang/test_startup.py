@@ -46,7 +46,6 @@ def runner(make_rank, model_path):
 @pytest.fixture
 def build(registered, monkeypatch):
     """Build through the registered factory, with the stock factory and our class replaced by markers."""
-    from sglang.srt.environ import envs
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     from nsa_dcp.sglang_plugin import backend
@@ -54,16 +53,25 @@ def build(registered, monkeypatch):
     monkeypatch.setattr(backend, "DcpDeepseekSparseAttnBackend", lambda model_runner: ("ours", model_runner))
     for name in ("nsa", "dsa"):
         monkeypatch.setattr(ATTENTION_BACKENDS[name], "stock", lambda model_runner: ("stock", model_runner))
-    yield lambda model_runner, name="nsa": ATTENTION_BACKENDS[name](model_runner)
-    envs.SGLANG_DSA_TOPK_BROADCAST.clear()
+    return lambda model_runner, name="nsa": ATTENTION_BACKENDS[name](model_runner)
 
 
 @pytest.mark.parametrize("name", ["nsa", "dsa"])
-def test_dcp_on_flashmla_kv_gets_our_backend_and_one_selection_for_all_ranks(build, runner, name):
+def test_dcp_on_flashmla_kv_gets_our_backend(build, runner, name):
+    assert build(runner, name) == ("ours", runner)
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_sglangs_switch_stays_as_the_user_left_it(build, runner, asked):
     from sglang.srt.environ import envs
 
-    assert build(runner, name) == ("ours", runner)
-    assert envs.SGLANG_DSA_TOPK_BROADCAST.get()
+    was_set = envs.SGLANG_DSA_TOPK_BROADCAST.is_set()
+    if asked is not None:
+        envs.SGLANG_DSA_TOPK_BROADCAST.set(asked)
+    build(runner)
+    assert envs.SGLANG_DSA_TOPK_BROADCAST.get() == bool(asked)
+    if not was_set:
+        envs.SGLANG_DSA_TOPK_BROADCAST.clear()
 
 
 def test_the_log_says_what_is_served(build, runner, caplog):
@@ -81,12 +89,14 @@ def test_the_log_says_what_is_served(build, runner, caplog):
 
 
 def test_selection_is_split_over_the_attention_tp_group_in_prefill_and_in_decode(build, runner):
+    from sglang.srt.layers.attention.dsa.dsa_indexer import _broadcast_indexer_topk_from_rank0_impl
     from sglang.srt.runtime_context import get_parallel
 
     build(runner)
     indexer = runner.model[0].indexer
     assert indexer._get_topk_ragged.group is get_parallel().attn_tp_group
     assert indexer._get_topk_paged.share.group is get_parallel().attn_tp_group
+    assert indexer._get_topk_paged.agree is _broadcast_indexer_topk_from_rank0_impl
 
 
 def test_a_layer_that_shares_a_selection_needs_no_indexer(build, runner):
@@ -95,11 +105,8 @@ def test_a_layer_that_shares_a_selection_needs_no_indexer(build, runner):
 
 
 def test_a_draft_worker_gets_sglangs_backend(build, runner):
-    from sglang.srt.environ import envs
-
     runner.is_draft_worker = True
     assert build(runner) == ("stock", runner)
-    assert not envs.SGLANG_DSA_TOPK_BROADCAST.get()
     # Its indexers select for all rows.
     assert not {"_get_topk_paged", "_get_topk_ragged"} & set(vars(runner.model[0].indexer))
 
@@ -188,15 +195,15 @@ def break_layer(runner, monkeypatch):
 
 
 def break_prefill_split(runner, monkeypatch):
-    from nsa_dcp.sglang_plugin import startup
+    from nsa_dcp.sglang_plugin import selection_agreement
 
-    monkeypatch.setattr(startup, "split_rows", lambda model, group: None)
+    monkeypatch.setattr(selection_agreement, "split_rows", lambda model, group: None)
 
 
 def break_decode_split(runner, monkeypatch):
-    from nsa_dcp.sglang_plugin import startup
+    from nsa_dcp.sglang_plugin import selection_agreement
 
-    monkeypatch.setattr(startup, "split_decode_rows", lambda model, group: None)
+    monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, agree: None)
 
 
 def break_indexer_class(runner, monkeypatch):
@@ -250,14 +257,12 @@ def test_no_backend_in_sglangs_registry_stops_the_server(registered, runner):
 @pytest.mark.parametrize("name", ["nsa", "dsa"])
 def test_the_real_backend_is_built_for_the_gathered_heads(registered, runner, name):
     """sglang's constructor and ours, on a CPU; only the stock schedule and the GPU's capability are made up."""
-    from sglang.srt.environ import envs
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     runner.device, runner.page_size, runner.kv_cache_dtype = "cpu", 64, torch.bfloat16
     runner.hisparse_coordinator = None
     runner.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(4, 128, dtype=torch.int32), size=4)
     backend = ATTENTION_BACKENDS[name](runner)
-    envs.SGLANG_DSA_TOPK_BROADCAST.clear()
     assert (backend.num_q_heads, backend.num_dcp_q_heads, backend.flashmla_kv_num_q_heads) == (16, 64, 64)
     assert (backend.dcp_size, backend.dcp_rank) == (DCP_SIZE, DCP_RANK)
     assert not backend.supports_mha_one_shot

@@ -1,0 +1,59 @@
+"""One selection on every rank of a group, made so by whoever selects.
+
+Each rank of a DCP group keeps its own part of the latents, so a token on which two ranks' selections disagree is
+attended to twice, or not at all. sglang's top-k keeps equal scores in the order in which threads meet them, so the same
+scores do not make ranks agree. SGLANG_DSA_TOPK_BROADCAST would, by a broadcast of every selection; most of them agree
+already. `Indexer.forward_cuda` returns a selection from one of these:
+
+- `_get_topk_ragged`, prefill: `RowSplitSelection` stands there. Each row is selected for once, and gathered.
+- `_get_topk_paged`, decode, target-verify, draft-extend and a captured idle step: `RowSplitDecodeSelection` stands
+  there. Rows are gathered likewise; where they are not split, the first rank's selection is broadcast.
+- `_forward_cuda_k_only`, prefill of contexts that no selection is too small for: a row selects its whole context,
+  whatever the order, and no rank depends on the order. Without `return_indices` it returns nothing. The host's lengths
+  decide, which are those of the batch. In decode a ROCm graph alone comes here.
+- an idle step that is not captured, and a batch of no requests: every row selects nothing.
+- the indexer inside a prefill graph: `validation` refuses those under DCP, and the call would hand `RowSplitSelection`
+  a buffer that it does not take.
+- `_gfx950_fused_decode`: not on this hardware.
+
+Layers without an indexer are handed the tensor of the layer that selected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsa_dcp.sglang_plugin.requirements import require
+from nsa_dcp.sglang_plugin.row_split import RowSplitSelection, split_rows
+from nsa_dcp.sglang_plugin.row_split_decode import RowSplitDecodeSelection, split_decode_rows
+
+
+def select_alike_on_every_rank(model: Any, group: Any) -> None:
+    """Let the ranks of a group share each selection's work and agree on it; check that every layer does.
+
+    Args:
+        model: a loaded DSA model, not a draft.
+        group: sglang's attention-TP group, which contains the DCP group.
+
+    Raises:
+        RuntimeError: a layer would select in another way.
+    """
+    # It is over the attention-TP group, and takes PyNCCL while a graph is captured.
+    from sglang.srt.layers.attention.dsa.dsa_indexer import _broadcast_indexer_topk_from_rank0_impl
+
+    split_rows(model, group)
+    split_decode_rows(model, group, _broadcast_indexer_topk_from_rank0_impl)
+    _check(model, {"_get_topk_ragged": RowSplitSelection, "_get_topk_paged": RowSplitDecodeSelection})
+
+
+def _check(model: Any, standing: dict[str, type]) -> None:
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    for layer in model.modules():
+        if isinstance(layer, DeepseekV2AttentionMLA) and not layer.skip_topk:
+            for method, split in standing.items():
+                require(
+                    isinstance(getattr(layer.indexer, method, None), split),
+                    f"layer {layer.layer_id} to select by {split.__name__}",
+                    f"{method} of {type(layer.indexer).__name__}",
+                )
