@@ -1,8 +1,8 @@
 """sglang's DSA attention backend, on a cache that DCP has spread over ranks.
 
 The stock class hands FlashMLA slots of the whole pool as if they were rows of this rank's, and drops the log-sum-exp.
-Only the method that calls the kernel is replaced: writing the cache, gathering heads, merging, metadata and graphs
-are sglang's.
+Only the method that calls the kernel is replaced, and with it the one that plans its launches, once a step, for no rows
+in particular: writing the cache, gathering heads, merging, all other metadata and graphs are sglang's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
-from nsa_dcp.sglang_plugin.validation import head_bucket
 from nsa_dcp_kernels import LocalSelection, attend_selection, localize_selection
 from nsa_dcp_kernels.kv_format import LATENT_DIM
 
@@ -35,8 +34,6 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
             RuntimeError: FlashMLA is missing, does not load or run here, or treats an empty selection in another way.
         """
         super().__init__(model_runner)
-        # The stock value is sized for this rank's own heads.
-        self.flashmla_kv_num_q_heads = head_bucket(self.attended_heads)
         self._shared_selection = SharedSelection()
         self.check_kernel(self.token_to_kv_pool.get_key_buffer(self.token_to_kv_pool.start_layer))
 
@@ -106,9 +103,32 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
         out, lse = attend_selection(queries, rows, selection, sm_scale)
         return out, lse * LOG2_E
 
+    def _compute_flashmla_metadata(self, cache_seqlens: torch.Tensor, seq_len_q: int) -> UnreadSchedule:
+        """Return what stands in the metadata for the stock kernel's schedule. Nothing is launched.
+
+        Args:
+            cache_seqlens, seq_len_q: as sglang calls it.
+        """
+        return UnreadSchedule()
+
     def _localize(self, topk_slots: torch.Tensor, packed: bool) -> LocalSelection:
         heads = self.num_dcp_q_heads if packed else None
         return localize_selection(topk_slots, self.dcp_size, self.dcp_rank, planned_heads=heads)
+
+
+class UnreadSchedule:
+    """Stands where sglang keeps FlashMLA's schedule for a whole step: ours is made with each selection.
+
+    sglang slices it and copies it where it prepares a graph's metadata. It has none of the tensors that the stock
+    kernel would be called with, so whatever reads those fails.
+    """
+
+    def slice(self, rows: slice) -> UnreadSchedule:
+        """Return the schedule of some rows: this."""
+        return self
+
+    def copy_(self, other: UnreadSchedule) -> None:
+        """Take over another schedule: nothing."""
 
 
 class SharedSelection:

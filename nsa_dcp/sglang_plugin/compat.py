@@ -109,13 +109,18 @@ SYMBOLS = (
     ),
     Symbol(
         f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend._forward_flashmla_kv",
-        "the one method that we replace: its arguments and what its callers do with the result",
+        "the kernel call that we replace: its arguments and what its callers do with the result",
         ("self", "q_all", "kv_cache", "v_head_dim", "sm_scale", "layer", "metadata", "page_table_1"),
     ),
     Symbol(
         f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend._compute_flashmla_metadata",
-        "it reads flashmla_kv_num_q_heads, which we size for the gathered heads",
+        "it plans the stock kernel's launches once a step, which we leave out",
         ("self", "cache_seqlens", "seq_len_q"),
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa_backend:DSAFlashMLAMetadata",
+        "that plan: ours has its methods and not its tensors, which the replaced method alone reads",
+        ("flashmla_metadata", "num_splits"),
     ),
     Symbol(
         f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend.forward_decode",

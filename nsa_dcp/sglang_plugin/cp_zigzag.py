@@ -49,8 +49,7 @@ def shard_metadata(whole: Any, forward_batch: Any, strategy: Any) -> Any:
         dsa_seqlens_expanded=whole.dsa_seqlens_expanded[rows],
         indexer_k_start_end=(key_start[rows], key_end[rows]),
         token_to_batch_idx=whole.token_to_batch_idx[rows],
-        # Both were made for all rows, and nothing here reads them.
-        flashmla_metadata=None,
+        # Made for all rows, and nothing here reads it.
         topk_v2_plan=None,
     )
 

@@ -62,7 +62,7 @@ class RelayedGather:
         )
 
 
-def make_metadata_backend(num_requests, max_len, topk, topk_backend, fused):
+def make_metadata_backend(num_requests, max_len, topk, topk_backend, fused, backend_class=None):
     """Return sglang's backend as far as decode metadata goes, its requests' pages dealt out at random.
 
     Args:
@@ -71,10 +71,11 @@ def make_metadata_backend(num_requests, max_len, topk, topk_backend, fused):
         topk: width of a selection.
         topk_backend: sglang's DSATopKBackend.
         fused: whether the top-k kernel maps positions to slots.
+        backend_class: ours, with flashmla_kv for decode; sglang's own if None, which would then plan on a GPU.
     """
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
-    backend = object.__new__(DeepseekSparseAttnBackend)
+    backend = object.__new__(backend_class or DeepseekSparseAttnBackend)
     width = -(-max_len // PAGE)
     pages = torch.randperm(num_requests * width, generator=torch.Generator().manual_seed(4)).view(num_requests, width)
     positions = torch.arange(width * PAGE)
@@ -84,7 +85,8 @@ def make_metadata_backend(num_requests, max_len, topk, topk_backend, fused):
     backend.dsa_index_topk, backend.dsa_topk_backend, backend.use_fused_topk = topk, topk_backend, fused
     backend.hisparse_coordinator = backend.speculative_num_draft_tokens = backend._kv_shard_pool = None
     backend.experimental_kpool_metadata_fusion = backend.use_mha = backend.enable_auto_select_prefill_impl = False
-    backend.dsa_prefill_impl, backend.dsa_decode_impl = "flashmla_kv", "not flashmla_kv: it would make its schedule"
+    backend.dsa_prefill_impl = "flashmla_kv"
+    backend.dsa_decode_impl = "flashmla_kv" if backend_class else "another"
     backend._is_in_breakable_cuda_graph = backend._is_in_tc_piecewise_cuda_graph = lambda: False
     backend._get_device_sm, backend._is_blackwell = lambda: 90, lambda: False
     backend._memory_saver_adapter = SimpleNamespace(region=lambda **_: torch.no_grad())

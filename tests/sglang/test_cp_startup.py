@@ -49,7 +49,7 @@ def test_the_backend_attends_with_all_heads_and_the_model_leaves_dcp_to_it(make_
     runner = make_runner(strategy=strategy)
     backend = build(runner, name)
     assert type(backend) is CpDcpSparseAttnBackend
-    assert (backend.num_q_heads, backend.attended_heads, backend.flashmla_kv_num_q_heads) == (HEADS, HEADS, 64)
+    assert (backend.num_q_heads, backend.attended_heads) == (HEADS, HEADS)
     assert (backend.dcp_size, backend.dcp_rank) == (CP_SIZE, 1)
     assert [layer.dcp_size for layer in runner.model] == [1, 1]
     assert not backend.supports_mha_one_shot

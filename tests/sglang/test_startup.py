@@ -256,14 +256,14 @@ def test_no_backend_in_sglangs_registry_stops_the_server(registered, runner):
 
 @pytest.mark.parametrize("name", ["nsa", "dsa"])
 def test_the_real_backend_is_built_for_the_gathered_heads(registered, runner, name):
-    """sglang's constructor and ours, on a CPU; only the stock schedule and the GPU's capability are made up."""
+    """sglang's constructor and ours, on a CPU; only the GPU's capability is made up."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     runner.device, runner.page_size, runner.kv_cache_dtype = "cpu", 64, torch.bfloat16
     runner.hisparse_coordinator = None
     runner.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(4, 128, dtype=torch.int32), size=4)
     backend = ATTENTION_BACKENDS[name](runner)
-    assert (backend.num_q_heads, backend.num_dcp_q_heads, backend.flashmla_kv_num_q_heads) == (16, 64, 64)
+    assert (backend.num_q_heads, backend.num_dcp_q_heads, backend.attended_heads) == (16, 64, 64)
     assert (backend.dcp_size, backend.dcp_rank) == (DCP_SIZE, DCP_RANK)
     assert not backend.supports_mha_one_shot
     assert backend.get_topk_transform_method().name == "PAGED"
