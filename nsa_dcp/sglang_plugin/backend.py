@@ -112,7 +112,7 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
         return UnreadSchedule()
 
     def _localize(self, topk_slots: torch.Tensor, packed: bool) -> LocalSelection:
-        heads = self.num_dcp_q_heads if packed else None
+        heads = self.attended_heads if packed else None
         return localize_selection(topk_slots, self.dcp_size, self.dcp_rank, planned_heads=heads)
 
 

@@ -74,7 +74,7 @@ SYMBOLS = (
     ),
     Symbol(
         f"{_ATTENTION}.dsa.dsa_indexer:Indexer._get_topk_paged",
-        "the selection of decode, which we split likewise from 64 rows",
+        "the selection of decode, which we split likewise from 64 rows; under context parallelism over the DCP group",
         ("self", "forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
     ),
     Symbol(
@@ -197,6 +197,11 @@ SYMBOLS = (
         ("self", "forward_batch"),
     ),
     Symbol(
+        f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend._cal_indexer_k_start_end",
+        "metadata have key ranges where `_get_topk_ragged` selects: a chunk's selection, which the ranks must agree on",
+        ("self", "forward_batch", "bs_idx"),
+    ),
+    Symbol(
         f"{_ATTENTION}.dsa_backend:prepare_kv_for_attention",
         "it unpacks what a strategy's materialize_full_mla_kv returns, and the cache write gets the whole chunk",
         ("attn_mla", "forward_batch", "k_nope", "k_pe", "defer_materialization"),
@@ -231,7 +236,7 @@ SYMBOLS = (
     Symbol("sglang.srt.layers.cp.zigzag:ZigzagContextParallelMetadata", "the lengths of a rank's blocks"),
     Symbol(
         "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_into_tensor",
-        "gathering pages over the DCP group, and selections over the attention-TP group, captured",
+        "gathering pages over the DCP group, and selections over the group that shares them, captured",
         ("self", "output", "input"),
     ),
     Symbol(
@@ -241,7 +246,7 @@ SYMBOLS = (
     ),
     Symbol(
         "sglang.srt.distributed.parallel_state:GroupCoordinator.broadcast",
-        "one selection for all ranks of the DCP group, captured",
+        "one selection for all ranks of the DCP group where it is not split by rows, captured",
         ("self", "input_", "src"),
     ),
     Symbol("sglang.srt.runtime_context:get_schedule", "the largest prefill chunk, for the start-up line", ()),

@@ -13,10 +13,11 @@ from sglang.srt.layers.cp.base import get_cp_strategy, is_zigzag
 from sglang.srt.layers.cp.utils import is_cp_active
 
 from nsa_dcp.sglang_plugin.backend import DcpDeepseekSparseAttnBackend, cache_rows
-from nsa_dcp.sglang_plugin.cp_decode import agree_and_localize, attend_replicated
+from nsa_dcp.sglang_plugin.cp_decode import attend_replicated
 from nsa_dcp.sglang_plugin.cp_pages import PageBuffer, plan_parts
 from nsa_dcp.sglang_plugin.cp_prefill import PrefillPages, attend_parts, localize_parts
 from nsa_dcp.sglang_plugin.cp_zigzag import shard_metadata
+from nsa_dcp_kernels import LocalSelection
 from nsa_dcp_kernels.kv_format import PAGE_SIZE
 
 
@@ -116,6 +117,17 @@ class CpDcpSparseAttnBackend(DcpDeepseekSparseAttnBackend):
             )
             return attend_parts(queries, rows, prefill.parts, selections, self._buffer, sm_scale)
         selection = self._shared_selection.prepare(
-            page_table_1, layer.layer_id, metadata, lambda slots: agree_and_localize(slots, self._group)
+            page_table_1,
+            layer.layer_id,
+            metadata,
+            lambda slots: self._localize_replicated(slots, metadata, rows.dtype == torch.uint8),
         )
         return attend_replicated(queries, rows, selection, sm_scale, self.num_q_heads, self._group, self._comm_backend)
+
+    def _localize_replicated(self, topk_slots: torch.Tensor, metadata: Any, packed: bool) -> LocalSelection:
+        # Key ranges are what `_get_topk_ragged` selects by, and it leaves ties to each rank. All other selections are
+        # of `_get_topk_paged`, where the ranks agreed (`selection_agreement`). Layers that share the selection share
+        # what is overwritten here.
+        if metadata.indexer_k_start_end is not None:
+            self._group.broadcast(topk_slots, src=0)
+        return self._localize(topk_slots, packed)

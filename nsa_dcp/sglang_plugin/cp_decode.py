@@ -10,23 +10,7 @@ from typing import Any
 
 import torch
 
-from nsa_dcp_kernels import LocalSelection, attend_selection, localize_selection
-
-
-def agree_and_localize(topk_slots: torch.Tensor, group: Any) -> LocalSelection:
-    """Make a selection the same on every rank, and keep this rank's part of it.
-
-    sglang's top-k keeps equal scores in the order in which threads meet them, and its own broadcast is over the
-    attention-TP group, which under context parallelism is this rank alone.
-
-    Args:
-        topk_slots: [T, K] int32, slots of the widened pool. Overwritten with the first rank's, so that layers which
-            share the selection share that.
-        group: sglang's DCP group.
-    """
-    # sglang's graph capture enters the DCP group, so this is captured as well.
-    group.broadcast(topk_slots, src=0)
-    return localize_selection(topk_slots, group.world_size, group.rank_in_group)
+from nsa_dcp_kernels import LocalSelection, attend_selection
 
 
 def attend_replicated(
@@ -44,7 +28,7 @@ def attend_replicated(
         q: [T, H, 576]. The same tokens on every rank. H is `num_heads`, the same queries everywhere; or this rank's
             slice of them, `num_heads / N`.
         cache_rows: [R, 656] uint8 or [R, 576] bfloat16, this rank's rows of one layer.
-        selection: this rank's part.
+        selection: this rank's part of one selection for all ranks.
         sm_scale: multiplies q . k before the softmax.
         num_heads: of the model.
         group: sglang's DCP group.

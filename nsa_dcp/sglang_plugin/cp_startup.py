@@ -11,6 +11,7 @@ from nsa_dcp.capacity import temporary_buffers
 from nsa_dcp.model_dims import dims_from_config
 from nsa_dcp.sglang_plugin.cp_pages import buffer_bytes, buffer_pages
 from nsa_dcp.sglang_plugin.requirements import require
+from nsa_dcp.sglang_plugin.selection_agreement import select_alike_in_decode
 from nsa_dcp.sglang_plugin.startup_line import startup_line
 from nsa_dcp.sglang_plugin.validation import PAGE_SIZE, head_bucket
 
@@ -30,6 +31,7 @@ def build_context_parallel_backend(model_runner: Any, parallel: Any) -> Any:
     rows = model_runner.token_to_kv_pool.kv_buffer[0].shape[0]
     require(rows % PAGE_SIZE == 0, f"a cache of whole pages of {PAGE_SIZE} rows", f"{rows} rows")
     leave_dcp_to_the_backend(model_runner.model, model_runner.model_config.num_attention_heads)
+    select_alike_in_decode(model_runner.model, parallel.dcp_group)
 
     from sglang.srt.layers.cp.base import get_cp_strategy, is_zigzag
 

@@ -27,7 +27,8 @@ class DecodeShare:
     """This rank's rows of a decode step, and their metadata, made once a step for all its indexers.
 
     Args:
-        group: sglang's attention-TP group.
+        group: sglang's group of the ranks that have every row of the step: the attention-TP group, or the DCP group
+            under context parallelism.
     """
 
     def __init__(self, group: Any) -> None:
@@ -118,7 +119,7 @@ def split_decode_rows(model: torch.nn.Module, group: Any, agree: Callable[[torch
 
     Args:
         model: a loaded DSA model, not a draft.
-        group: sglang's attention-TP group.
+        group: as in `DecodeShare`.
         agree: as in `RowSplitDecodeSelection`, over that group.
     """
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer

@@ -17,10 +17,16 @@ already. `Indexer.forward_cuda` returns a selection from one of these:
 - `_gfx950_fused_decode`: not on this hardware.
 
 Layers without an indexer are handed the tensor of the layer that selected.
+
+That is TP-DCP, whose ranks all work on every row. In CP-DCP decode's, verify's and idle steps are like that, and agree
+in the same ways, over the DCP group. `_get_topk_ragged` is left as it is: where a prefill is spread over the ranks, a
+rank selects for its own rows and attends to all ranks' tokens, so there is nothing to agree on; a chunk that is not
+spread is broadcast by the backend. `_forward_cuda_k_only` is not taken with `--enable-prefill-cp`.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from nsa_dcp.sglang_plugin.requirements import require
@@ -44,6 +50,22 @@ def select_alike_on_every_rank(model: Any, group: Any) -> None:
     split_rows(model, group)
     split_decode_rows(model, group, _broadcast_indexer_topk_from_rank0_impl)
     _check(model, {"_get_topk_ragged": RowSplitSelection, "_get_topk_paged": RowSplitDecodeSelection})
+
+
+def select_alike_in_decode(model: Any, group: Any) -> None:
+    """Let the ranks of a DCP group share the work of selecting in decode, and agree wherever `_get_topk_paged` selects.
+
+    Args:
+        model: a loaded DSA model, not a draft.
+        group: sglang's DCP group, which under context parallelism is its attention-CP group. Every rank has every row
+            of a step that is not a spread prefill.
+
+    Raises:
+        RuntimeError: a layer would select in another way.
+    """
+    # sglang's graph capture enters the DCP group: both collectives are captured.
+    split_decode_rows(model, group, functools.partial(group.broadcast, src=0))
+    _check(model, {"_get_topk_paged": RowSplitDecodeSelection})
 
 
 def _check(model: Any, standing: dict[str, type]) -> None:

@@ -139,7 +139,10 @@ def publish_rank():
         reset_context()
         publish(server_args, role="test", ranks=SpawnRanks(world_rank=dcp_rank, dp_rank=None))
         group = SimpleNamespace(world_size=dcp_size, rank_in_group=dcp_rank, ranks=list(range(dcp_size)))
-        get_parallel().override_permanently(dcp_group=group, tp_group=group, attn_tp_group=group)
+        alone = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[dcp_rank])
+        # With attn_cp_size=dcp_size an attention-TP group is one rank.
+        attn_tp_group = group if get_parallel().attn_tp_size == dcp_size else alone
+        get_parallel().override_permanently(dcp_group=group, tp_group=group, attn_tp_group=attn_tp_group)
         return get_parallel()
 
     yield start

@@ -105,34 +105,68 @@ def test_other_numbers_of_ranks(make_cp_backend, cp_size, sliced):
 
 
 @pytest.mark.parametrize("sliced", [True, False], ids=["sliced", "all-heads"])
-def test_ranks_whose_selections_differ_attend_to_the_first_ranks(make_cp_backend, sliced):
-    batch = simulation.CpBatch(2, [130, 64, 200], [1, 1, 1], mode="DECODE")
+def test_ranks_whose_selections_for_a_short_chunk_differ_attend_to_the_first_ranks(make_cp_backend, sliced):
+    """Decode's selections agree before they get here: test_cp_decode_selection.py."""
+    batch = simulation.CpBatch(4, [130], [3], mode="EXTEND")
     others = batch.selection.flip(1).contiguous()
     others[0] = int(batch.slots[0][0])
-    results, _ = step_ranks(make_cp_backend, batch, sliced, [batch.selection, others])
+    results, _ = step_ranks(make_cp_backend, batch, sliced, [batch.selection, others, others, others])
     assert_right(batch, results)
 
 
-def test_what_goes_over_the_wire(make_cp_backend):
-    batch = simulation.CpBatch(4, [130, 64], [1, 1], mode="DECODE")
-    selection = ("broadcast", 2 * simulation.TOPK * 4)
+@pytest.mark.parametrize("step", STEPS)
+def test_what_goes_over_the_wire(make_cp_backend, step):
+    prefixes, extends, mode = STEPS[step]
+    batch, tokens = simulation.CpBatch(4, prefixes, extends, mode=mode), sum(extends)
+    # Decode's and verify's selections agree already.
+    selection = [("broadcast", tokens * simulation.TOPK * 4)] if mode == "EXTEND" else []
     # Partial results with their log-sum-exp behind each head's 512 values.
-    exchange = ("all_to_all", 2 * HEADS * 514 * 2)
+    exchange = ("all_to_all", tokens * HEADS * 514 * 2)
     _, relayed = step_ranks(make_cp_backend, batch, sliced=True)
-    assert relayed.sent[2] == [selection, ("all_gather", 2 * HEADS // 4 * 576 * 2), exchange]
+    assert relayed.sent[2] == [*selection, ("all_gather", tokens * HEADS // 4 * 576 * 2), exchange]
     _, relayed = step_ranks(make_cp_backend, batch, sliced=False)
-    assert relayed.sent[2] == [selection, exchange, ("all_gather", 2 * HEADS // 4 * 512 * 2)]
+    assert relayed.sent[2] == [*selection, exchange, ("all_gather", tokens * HEADS // 4 * 512 * 2)]
 
 
-def test_layers_that_share_a_selection_agree_on_it_once(make_cp_backend):
+def test_layers_that_share_a_short_chunks_selection_agree_on_it_once(make_cp_backend):
     relayed = simulation.RelayedGroup(2)
     backend = make_cp_backend(relayed.rank(0))
-    metadata, slots = object(), torch.tensor([[1, 2, -1]], dtype=torch.int32)
+    metadata = SimpleNamespace(indexer_k_start_end=(torch.zeros(1), torch.ones(1)))
+    slots = torch.tensor([[1, 2, -1]], dtype=torch.int32)
     q, cache = torch.randn(1, HEADS, 576).to(torch.bfloat16), backend.token_to_kv_pool.get_key_buffer(1)
     cache.view(torch.uint8).zero_()
     for layer_id in (1, 2, 3):
         backend._forward_flashmla_kv(q, cache, 512, 0.1, simulation.layer(HEADS, layer_id), metadata, slots)
     assert [kind for kind, _ in relayed.sent[0]].count("broadcast") == 1
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "bfloat16"])
+def test_the_launches_over_a_packed_cache_are_planned_with_the_selection(make_cp_backend, monkeypatch, kv_format):
+    from nsa_dcp.sglang_plugin import backend as module
+    from nsa_dcp_kernels import localize_selection
+
+    planned = []
+
+    def localize(slots, dcp_size, dcp_rank, *, planned_heads=None):
+        planned.append((dcp_size, dcp_rank, planned_heads))
+        return localize_selection(slots, dcp_size, dcp_rank)
+
+    backend = make_cp_backend(simulation.RelayedGroup(4).rank(2), kv_format=kv_format)
+    monkeypatch.setattr(module, "localize_selection", localize)
+    cache = backend.token_to_kv_pool.get_key_buffer(1)
+    cache.view(torch.uint8).zero_()
+    for heads in (HEADS, HEADS // 4):
+        backend._forward_flashmla_kv(
+            torch.zeros(1, heads, 576, dtype=torch.bfloat16),
+            cache,
+            512,
+            0.1,
+            simulation.layer(heads),
+            SimpleNamespace(indexer_k_start_end=None),
+            torch.tensor([[1, 2, -1]], dtype=torch.int32),
+        )
+    # The kernel sees all heads, whether a rank began with a slice of them or not.
+    assert planned == [(4, 2, HEADS if kv_format == "fp8" else None)] * 2
 
 
 @pytest.mark.parametrize("heads", [1, 3, 16])

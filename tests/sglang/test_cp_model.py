@@ -151,9 +151,9 @@ def test_what_the_backend_returns_is_what_the_model_projects(make_cp_backend, ma
             forward.global_num_token_non_padded_cpu = None
             rows = torch.arange(len(batch.q))
             if name == "TARGET_VERIFY":
-                # Its metadata is not read: fused selections are slots.
+                # Of its metadata that alone is read: fused selections are slots.
                 forward.forward_mode = mode(name).forward_mode
-                backend.forward_metadata = object()
+                backend.forward_metadata = SimpleNamespace(indexer_k_start_end=None)
             else:
                 if is_cp_active(forward):
                     prepare_cp_forward(forward)

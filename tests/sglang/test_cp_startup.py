@@ -16,7 +16,8 @@ CP_SIZE, HEADS = 4, simulation.HEADS
 
 @pytest.fixture
 def make_runner(make_cp_runner):
-    """A function that returns rank 1's runner with a model of two attention layers."""
+    """A function that returns rank 1's runner with a model of two attention layers, which share a selection."""
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
     def build(**settings):
@@ -26,6 +27,9 @@ def make_runner(make_cp_runner):
             torch.nn.Module.__init__(layer)
             layer.dcp_size, layer.current_attention_backend, layer.w_kc_qrep = CP_SIZE, None, None
             layer.attn_mqa = SimpleNamespace(tp_q_head_num=HEADS)
+            layer.layer_id, layer.skip_topk, layer.indexer = 0, True, None
+        layers[0].skip_topk, layers[0].indexer = False, object.__new__(Indexer)
+        torch.nn.Module.__init__(layers[0].indexer)
         runner.model = layers
         return runner
 
@@ -78,14 +82,17 @@ def test_the_buffer_is_allocated_before_anything_is_served(make_runner):
     assert backend._buffer._bytes.nbytes == 4 * 10 * 64 * 656
 
 
-def test_indexers_are_left_as_they_are(make_runner):
-    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+def test_decode_selection_is_split_over_the_dcp_group_and_prefills_is_left_as_it_is(make_runner):
+    from sglang.srt.runtime_context import get_parallel
 
-    runner, indexer = make_runner(), object.__new__(Indexer)
-    torch.nn.Module.__init__(indexer)
-    runner.model[0].indexer = indexer
+    runner = make_runner()
     build(runner)
-    assert not {"_get_topk_paged", "_get_topk_ragged"} & set(vars(indexer))
+    indexer, group = runner.model[0].indexer, get_parallel().dcp_group
+    assert indexer._get_topk_paged.share.group is group
+    assert indexer._get_topk_paged.agree.func is group.broadcast
+    assert indexer._get_topk_paged.agree.keywords == {"src": 0}
+    # A rank selects for its own tokens of a spread prefill.
+    assert "_get_topk_ragged" not in vars(indexer)
 
 
 def test_a_draft_worker_gets_sglangs_backend(make_runner, monkeypatch):
@@ -96,6 +103,7 @@ def test_a_draft_worker_gets_sglangs_backend(make_runner, monkeypatch):
     runner.is_draft_worker = True
     assert build(runner) == ("stock", runner)
     assert [layer.dcp_size for layer in runner.model] == [CP_SIZE, CP_SIZE]
+    assert "_get_topk_paged" not in vars(runner.model[0].indexer)
 
 
 def other_ranks(runner, monkeypatch):
@@ -150,6 +158,19 @@ def test_what_is_not_as_expected_stops_the_server(make_runner, monkeypatch, spoi
     with pytest.raises(RuntimeError, match=sentence):
         build(runner)
     assert runner.model[0].dcp_size == CP_SIZE
+
+
+@pytest.mark.parametrize("missing", ["split", "indexer"])
+def test_a_layer_that_would_select_in_another_way_stops_the_server(make_runner, monkeypatch, missing):
+    from nsa_dcp.sglang_plugin import selection_agreement
+
+    runner = make_runner()
+    if missing == "split":
+        monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, agree: None)
+    else:
+        runner.model[0].indexer = torch.nn.Linear(1, 1)
+    with pytest.raises(RuntimeError, match="layer 0 to select by RowSplitDecodeSelection, found _get_topk_paged of"):
+        build(runner)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ class TieBreaks:
 class Relayed:
     """Collectives among ranks that run one after the other, and twice: in the second round every part is there."""
 
+    world_size = RANKS
+
     def __init__(self):
         self.parts, self.calls = {}, {}
 
@@ -89,18 +91,21 @@ def tie_breaks(played, monkeypatch):
 
 @pytest.fixture
 def select_on_ranks(indexer, tie_breaks, publish_rank, monkeypatch):
-    """A function that runs `forward_cuda` on every rank; returns the selections and the last rank's collectives."""
+    """A function that runs `forward_cuda` on every rank; returns the selections and the ranks' collectives, in order.
+
+    `context_parallel`: as in CP-DCP, where the attention-TP group is one rank and the ranks here are the DCP group.
+    """
     from sglang.srt.layers.attention.dsa import dsa_indexer
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    from nsa_dcp.sglang_plugin.selection_agreement import select_alike_on_every_rank
+    from nsa_dcp.sglang_plugin.selection_agreement import select_alike_in_decode, select_alike_on_every_rank
 
-    def make_indexer(q, weights):
+    def make_indexer(q, weights, context_parallel):
         one = object.__new__(Indexer)
         torch.nn.Module.__init__(one)
         vars(one).update({name: value for name, value in vars(indexer).items() if not name.startswith("_")})
-        one.alt_stream, one.dsa_enable_prefill_cp, one.logits_with_pp_recv = None, False, False
+        one.alt_stream, one.dsa_enable_prefill_cp, one.logits_with_pp_recv = None, context_parallel, False
         one.use_gfx950_fused_indexer = one.use_aiter_fused_fp8_writer = False
         one.use_dsa_indexer_fusion = True
         one._fused_q_prepare_and_store = lambda *_: (q, weights)
@@ -109,7 +114,7 @@ def select_on_ranks(indexer, tie_breaks, publish_rank, monkeypatch):
         one._get_topk_ragged = tie_breaks.select_prefill
         return one
 
-    def run(batch, q, weights, metadata, *, agreeing=True, return_indices=True):
+    def run(batch, q, weights, metadata, *, agreeing=True, return_indices=True, context_parallel=False):
         relayed = Relayed()
         backend = SimpleNamespace(get_indexer_metadata=lambda layer_id, forward_batch: metadata)
         monkeypatch.setattr(dsa_indexer, "get_attn_backend", lambda: backend)
@@ -117,13 +122,17 @@ def select_on_ranks(indexer, tie_breaks, publish_rank, monkeypatch):
             selections = []
             for rank in range(RANKS):
                 tie_breaks.rank, group = rank, relayed.rank(rank)
-                publish_rank(RANKS, rank).override_permanently(attn_tp_group=group)
-                one = make_indexer(q, weights)
+                if context_parallel:
+                    publish_rank(RANKS, rank, attn_cp_size=RANKS, enable_prefill_cp=True, cp_strategy="interleave")
+                else:
+                    publish_rank(RANKS, rank).override_permanently(attn_tp_group=group)
+                one = make_indexer(q, weights, context_parallel)
                 layer = object.__new__(DeepseekV2AttentionMLA)
                 torch.nn.Module.__init__(layer)
                 layer.layer_id, layer.skip_topk, layer.indexer = 0, False, one
                 if agreeing:
-                    select_alike_on_every_rank(torch.nn.ModuleList([layer]), group)
+                    agree = select_alike_in_decode if context_parallel else select_alike_on_every_rank
+                    agree(torch.nn.ModuleList([layer]), group)
                 x = torch.zeros(q.shape[0], 8)
                 selections.append(one.forward_cuda(x, x, None, batch, 0, return_indices))
         assert len({tuple(calls) for calls in relayed.calls.values()}) == 1
@@ -167,20 +176,20 @@ def assert_one_selection(selections):
     assert all(torch.equal(selection, selections[0]) for selection in selections)
 
 
+DECODE_STEPS = [
+    (64, "DECODE", "all_gather"),
+    (96, "DECODE", "all_gather"),
+    (8, "DECODE", "broadcast"),
+    (63, "DECODE", "broadcast"),
+    (66, "DECODE", "broadcast"),
+    (64, "TARGET_VERIFY", "broadcast"),
+    (64, "DRAFT_EXTEND_V2", "broadcast"),
+]
+
+
 @pytest.mark.parametrize("switched_on", [False, True], ids=["switch-off", "switch-on"])
 @pytest.mark.parametrize("kernel", TOPK_KERNELS)
-@pytest.mark.parametrize(
-    ("num_rows", "mode", "collective"),
-    [
-        (64, "DECODE", "all_gather"),
-        (96, "DECODE", "all_gather"),
-        (8, "DECODE", "broadcast"),
-        (63, "DECODE", "broadcast"),
-        (66, "DECODE", "broadcast"),
-        (64, "TARGET_VERIFY", "broadcast"),
-        (64, "DRAFT_EXTEND_V2", "broadcast"),
-    ],
-)
+@pytest.mark.parametrize(("num_rows", "mode", "collective"), DECODE_STEPS)
 def test_ties_of_a_decode_step_fall_alike_on_every_rank_by_one_collective(
     select_on_ranks, make_backend, monkeypatch, num_rows, mode, collective, kernel, switched_on
 ):
@@ -190,6 +199,31 @@ def test_ties_of_a_decode_step_fall_alike_on_every_rank_by_one_collective(
     assert_one_selection(selections)
     # What a user's own switch adds.
     assert collectives == [collective] + ["broadcast"] * switched_on
+
+
+@pytest.mark.parametrize("switched_on", [False, True], ids=["switch-off", "switch-on"])
+@pytest.mark.parametrize(("num_rows", "mode", "collective"), DECODE_STEPS)
+def test_under_context_parallelism_they_do_over_the_dcp_group(
+    select_on_ranks, make_backend, monkeypatch, num_rows, mode, collective, switched_on
+):
+    if switched_on:
+        # sglang's broadcast is over this rank alone.
+        monkeypatch.setenv("SGLANG_DSA_TOPK_BROADCAST", "1")
+    step = decode_step(make_backend, num_rows, mode)
+    selections, collectives = select_on_ranks(*step, context_parallel=True)
+    assert_one_selection(selections)
+    assert collectives == [collective]
+
+
+@pytest.mark.parametrize("extends", [(9, 30, 1), (3,)], ids=["longer-than-a-selection", "selected-whole"])
+def test_under_context_parallelism_a_prefill_is_selected_by_each_rank_alone(select_on_ranks, tie_breaks, extends):
+    """Also where a selection holds every context: the backend cannot tell, and broadcasts what is not spread."""
+    batch, q, weights, metadata = prefill_step(extends, (100, 0, 63)[-len(extends) :] if len(extends) > 1 else (0,))
+    selections, collectives = select_on_ranks(batch, q, weights, metadata, context_parallel=True)
+    assert collectives == []
+    for rank, selection in enumerate(selections):
+        tie_breaks.rank = rank
+        assert torch.equal(selection, tie_breaks.select_prefill(False, batch, 0, q, weights, metadata))
 
 
 @pytest.mark.parametrize("switched_on", [False, True], ids=["switch-off", "switch-on"])
