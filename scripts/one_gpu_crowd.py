@@ -3,9 +3,10 @@
 
     one_gpu_crowd.py MODEL OUT --config tp1-dcp1 --config tp8-dcp8
 
-Most contexts are longer than a selection. A report also has the sizes of the decode steps that the server logged; one
-in which fewer than 64 requests were decoded at once says nothing about split rows, and is a failure. Compare with
-one_gpu_compare.py.
+Most contexts are longer than a selection. Afterwards the same prompts are asked in halves, of fewer rows than are
+split: the same server then answers without splitting. A report also has the sizes of the decode steps that the server
+logged; one in which fewer than 64 requests were decoded at once says nothing about split rows, and is a failure. Compare with
+one_gpu_compare.py, and with one_gpu_rounding.py where near ties part.
 """
 
 import argparse
@@ -22,6 +23,8 @@ from server_process import ASKING_ERRORS, Server, describe_host, python_path, wr
 REQUESTS, SPLIT_ROWS = 96, 64
 # Of the same prompts, which are cached from the second on: then steps are full from the first token.
 NEW_TOKENS = (16, 32)
+# Scenes of the same prompts and lengths of answers.
+ALL_AT_ONCE, IN_HALVES = f"{NEW_TOKENS[-1]} new tokens", f"{NEW_TOKENS[-1]} new tokens, in halves"
 LENGTHS = (5, 700, 2047, 2049, 2300, 2600, 3000, 3300)
 # Of all ranks together, more than all requests need. Too long a prompt is refused for the model's context.
 POOL_TOKENS = 393216
@@ -51,6 +54,11 @@ def ask_crowd(server: Server) -> dict[str, list[dict]]:
     requests = {f"{n}: {length} tokens": serve.prompt(length, 100 + n) for n, length in enumerate(lengths)}
     for new_tokens in NEW_TOKENS:
         scenes[f"{new_tokens} new tokens"] = serve.ask_at_once(server, requests, new_tokens)
+    names = list(requests)
+    scenes[IN_HALVES] = []
+    for half in (names[: REQUESTS // 2], names[REQUESTS // 2 :]):
+        asked = {name: requests[name] for name in half}
+        scenes[IN_HALVES] += serve.ask_at_once(server, asked, NEW_TOKENS[-1])
     return scenes
 
 
