@@ -5,8 +5,8 @@
 
 Most contexts are longer than a selection. Afterwards the same prompts are asked in halves, of fewer rows than are
 split: the same server then answers without splitting. A report also has the sizes of the decode steps that the server
-logged; one in which fewer than 64 requests were decoded at once says nothing about split rows, and is a failure. Compare with
-one_gpu_compare.py, and with one_gpu_rounding.py where near ties part.
+logged; one in which fewer than 64 requests were decoded at once says nothing about split rows, and is a failure.
+Compare with one_gpu_compare.py, and with one_gpu_rounding.py where near ties part.
 """
 
 import argparse
