@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-# Answers with tokens that depend on the prompt; refuses what is no list of ids, or longer than its pool or its model allows.
+# Answers with tokens that depend on the prompt; refuses what is no list of ids, or longer than pool or model allow.
 FAKE_LAUNCH_SERVER = """
 import http.server, json, sys
 option = lambda name: int(sys.argv[sys.argv.index(name) + 1])
