@@ -15,7 +15,7 @@ from pathlib import Path
 from nsa_dcp.model_dims import ModelDims
 
 H200 = "measured on one H200, 2026-11-29, torch 2.11.0+cu130, sgl-flash-mla 1.0.0, CUDA-graph replays"
-H200_PAIR = "measured on two H200 (NV18), 2026-11, NCCL 2.28.9, graph-captured, one GPU per rank"
+H200_PAIR = "measured on two H200 (NV18), 2026-11-29, torch 2.14.1, NCCL 2.30.7, graph-captured, one GPU per rank"
 _ASSUMED = "assumed, not measured"
 
 Table = dict[float, float]
@@ -47,10 +47,10 @@ _SCALARS = {
         f"0: not counted unless set; the embedded engine's look-up takes 23 to 29 with 16 to 256 rows, {H200}",
     ),
     "row_split_us": StepInput(
-        12.0,
+        13.2,
         "us per row-split selection",
-        "taking a rank's rows and putting all ranks' together: what a rank's "
-        f"selection takes beyond scoring and selecting, {H200}",
+        "the embedded engine's taking a rank's rows and putting all ranks' together: a rank's selection less a TP "
+        f"rank's of as many rows (12.5 to 15.0); the plugin's, which copies less, was not measured, {H200}",
     ),
     "other_us_per_layer": StepInput(
         0.0, "us per layer", f"norms, RoPE, router, launches: not counted unless set, {_ASSUMED}"
@@ -64,23 +64,23 @@ _SCALARS = {
 
 _TABLES = {
     "attend_stock_64": StepInput(
-        {1: 18.6, 8: 22.0, 16: 30.2, 32: 47.3, 64: 73.8, 96: 106.5, 128: 108.8, 160: 156.9, 200: 197.4, 256: 213.3},
+        {1: 18.7, 8: 21.9, 16: 30.3, 32: 47.1, 64: 73.9, 96: 106.9, 128: 109.1, 160: 156.3, 200: 196.9, 256: 213.5},
         "rows -> us",
         "FlashMLA sparse fp8 decode, 64 heads, 2,048 valid indices, its own schedule; 32, 96, 160 and 200 rows: with "
-        f"localisation less localisation, {H200}",
+        f"localisation, less what that adds at the others (2.3 to 3.4), {H200}",
     ),
     "attend_64_valid_256": StepInput(
         {
-            1: 12.4,
-            8: 13.1,
+            1: 12.5,
+            8: 13.0,
             16: 14.7,
             32: 17.7,
-            64: 24.1,
-            96: 23.6,
-            128: 24.9,
+            64: 24.3,
+            96: 23.8,
+            128: 25.0,
             133: 37.7,
-            160: 42.0,
-            200: 46.5,
+            160: 41.9,
+            200: 46.6,
             256: 47.0,
         },
         "rows -> us",
@@ -89,107 +89,116 @@ _TABLES = {
     "attend_64_valid_512": StepInput(
         {
             1: 13.3,
-            8: 14.9,
-            16: 17.4,
+            8: 14.8,
+            16: 17.5,
             32: 21.9,
-            64: 30.7,
-            96: 36.9,
-            128: 38.6,
-            133: 53.8,
-            160: 60.8,
-            200: 72.6,
-            256: 72.9,
+            64: 30.6,
+            96: 37.1,
+            128: 38.7,
+            133: 53.6,
+            160: 60.9,
+            200: 72.0,
+            256: 73.0,
         },
         "rows -> us",
         f"the same, Binomial(2048, 1/4), {H200}",
     ),
     "attend_64_valid_1024": StepInput(
         {
-            1: 18.2,
-            8: 20.9,
+            1: 18.3,
+            8: 21.1,
             16: 21.5,
-            32: 31.1,
-            64: 45.4,
-            96: 62.7,
-            128: 63.8,
-            133: 81.8,
-            160: 98.2,
-            200: 122.1,
-            256: 122.4,
+            32: 31.2,
+            64: 45.2,
+            96: 63.6,
+            128: 64.5,
+            133: 81.5,
+            160: 98.1,
+            200: 122.2,
+            256: 121.6,
         },
         "rows -> us",
         f"the same, Binomial(2048, 1/2), {H200}",
     ),
     "attend_128_valid_256": StepInput(
-        {1: 11.5, 16: 16.4, 32: 21.3, 64: 21.4, 80: 36.3, 96: 38.7, 128: 38.9},
+        {1: 11.9, 16: 16.4, 32: 21.1, 64: 21.6, 80: 36.0, 96: 38.6, 128: 39.1},
         "rows -> us",
         f"128 heads, Binomial(2048, 1/8); one launch holds 132 rows, more run as several, {H200}",
     ),
     "attend_128_valid_1024": StepInput(
-        {1: 18.1, 16: 26.5, 32: 36.4, 64: 52.2, 80: 79.0, 96: 97.7, 128: 98.5},
+        {1: 18.0, 16: 26.8, 32: 36.5, 64: 51.8, 80: 79.5, 96: 97.4, 128: 98.8},
         "rows -> us",
         f"128 heads, Binomial(2048, 1/2), {H200}",
     ),
     "attend_128_valid_2048": StepInput(
-        {1: 18.4, 16: 34.8, 32: 55.2, 64: 89.1, 80: 125.8, 96: 146.0, 128: 172.2},
+        {1: 18.2, 16: 35.3, 32: 55.2, 64: 89.4, 80: 125.3, 96: 145.8, 128: 174.3},
         "rows -> us",
         f"128 heads, 2,048 valid indices, {H200}",
     ),
     "pad_heads": StepInput(
-        {16: 5.0, 64: 7.9, 128: 12.3, 256: 22.1},
+        {16: 3.9, 64: 6.1, 128: 9.5, 256: 17.1},
         "rows of 64 heads -> us",
-        f"8 heads padded to 64: a TP rank's attention with padding less the kernel's alone, {H200}",
+        "a stock server pads queries to 64 heads with zeros and a copy: measured on two H200, 2026-11-29, sglang "
+        "0.5.23, tp 2, for 64 rows of 32 heads, a fill of 2.2 and a copy of 3.9; the other rows are scaled from it as "
+        "an earlier revision's padding of 8 heads, also with zeros, took 5.0, 7.9, 12.3 and 22.1",
+    ),
+    "pad_heads_dcp": StepInput(
+        {16: 3.1, 64: 4.8, 128: 6.3, 256: 11.6},
+        "rows of 64 heads -> us",
+        "a DCP rank copies its queries into 64 heads and fills in nothing: attention of 16 and 32 gathered heads less "
+        f"the same kernel's with 64, the mean of both (they differ by up to 2.5), {H200}",
     ),
     "arrange_heads": StepInput(
-        {294912: 3.3, 589824: 3.4, 1179648: 3.7, 2359296: 5.4, 4718592: 8.4, 9437184: 13.7, 18874368: 25.2},
+        {294912: 3.2, 589824: 3.4, 1179648: 3.6, 2359296: 5.4, 4718592: 8.2, 9437184: 13.5, 18874368: 24.6},
         "bytes of all gathered heads -> us",
         f"gathered queries copied from by rank to by head, {H200}",
     ),
     "localize": StepInput(
-        {64: 5.2, 128: 5.8, 256: 7.4},
+        {64: 5.6, 128: 5.8, 256: 7.4},
         "rows -> us",
         f"localising and scheduling one selection, 64 heads, dcp 8, {H200}",
     ),
     "combine": StepInput(
-        {256: 4.0, 512: 4.3, 1024: 4.7, 2048: 5.6, 4096: 7.6, 8192: 10.4, 16384: 17.1, 262144: 209.7},
+        {256: 4.0, 512: 4.3, 1024: 4.7, 2048: 5.7, 4096: 7.5, 8192: 10.4, 16384: 17.1, 262144: 209.4},
         "rows * gathered heads -> us",
         f"packing this rank's partial results, unpacking and merging those received, {H200}",
     ),
     "index_scores": StepInput(
-        {131072: 19.4, 1048576: 55.9, 2097152: 92.8},
+        {16384: 15.7, 131072: 19.1, 262144: 22.9, 1048576: 57.1, 2097152: 94.0},
         "rows * context tokens -> us",
         "queries quantised, DeepGEMM fp8_paged_mqa_logits, entries past a context erased, 64 index heads (used "
-        f"unscaled for fewer), {H200}",
+        "unscaled for fewer); means where a size was measured as several shapes; 16,384 (1 row), 262,144 and half of "
+        f"131,072: scoring and selecting less selecting, {H200}",
     ),
     "select_context": StepInput(
-        {16384: 18.5, 32768: 25.0, 131072: 38.5},
+        {16384: 18.3, 32768: 25.0, 131072: 39.1},
         "context tokens -> us",
         f"this package's selection of 2,048, used for sglang's too: the least by context, 8, 64 and 8 rows, {H200}",
     ),
     "select_entries": StepInput(
-        {131072: 18.5, 2097152: 20.1, 67108864: 453.8},
+        {131072: 18.3, 2097152: 19.9, 67108864: 454.3},
         "rows * context tokens -> us",
         f"the same, the least by size: 8 x 16,384, 256 x 8,192, 2,048 x 32,768, {H200}",
     ),
     "all_gather": StepInput(
-        {4096: 9.2, 65536: 10.4, 524288: 14.2, 2097152: 28.3, 8388608: 56.8, 67108864: 292.0},
+        {4096: 9.8, 65536: 10.5, 524288: 15.2, 2097152: 30.0, 8388608: 56.7, 67108864: 291.3},
         "bytes contributed per rank, 2 ranks -> us",
         H200_PAIR,
     ),
     "all_to_all": StepInput(
-        {4096: 10.8, 65536: 11.8, 524288: 13.1, 2097152: 18.3, 8388608: 33.0, 67108864: 139.0},
+        {4096: 10.2, 65536: 14.5, 524288: 17.1, 2097152: 18.7, 8388608: 34.8, 67108864: 138.2},
         "bytes of a rank's send buffer, 2 ranks -> us",
         H200_PAIR,
     ),
     "reduce_scatter": StepInput(
-        {4096: 9.4, 65536: 9.8, 524288: 22.4, 2097152: 17.6, 8388608: 34.8, 67108864: 162.0},
+        {4096: 9.5, 65536: 10.2, 524288: 12.4, 2097152: 20.2, 8388608: 37.3, 67108864: 161.5},
         "bytes of a rank's input, float32, 2 ranks -> us",
         H200_PAIR,
     ),
     "all_reduce": StepInput(
-        {},
+        {4096: 10.2, 65536: 11.4, 524288: 14.5, 2097152: 29.9, 8388608: 49.0, 67108864: 247.4},
         "bytes of a rank's buffer, 2 ranks -> us",
-        f"empty: the sum of a reduce-scatter and an all-gather, {H200_PAIR}",
+        H200_PAIR,
     ),
 }
 

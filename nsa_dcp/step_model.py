@@ -2,9 +2,10 @@
 
 Per layer, a rank reads its weights once, writes its cache and attends, with heads padded to what the kernel takes; in
 the DCP modes it gathers queries, exchanges partial results and merges them; layers with an indexer also score and
-select. Times of kernels and collectives come from tables (`step_inputs`), weights from counted bytes over the measured
-memory bandwidth. Everything is added up: no overlap is assumed. Collectives of more than two ranks are read from the
-two-rank tables at equal bytes received per GPU.
+select. A TP rank is stock sglang's, a DCP rank the plugin's: it takes its own kernels for padding, and from 64 rows on
+TP-DCP selects for its share of them. Times of kernels and collectives come from tables (`step_inputs`), weights from
+counted bytes over the measured memory bandwidth. Everything is added up: no overlap is assumed. Collectives are NCCL's;
+those of more than two ranks are read from the two-rank tables at equal bytes received per GPU.
 
 The result is a prediction. Its worth is in comparing modes at one load, not in the absolute time.
 """
@@ -33,7 +34,7 @@ __all__ = [
 MODES = ("tp", "tp_dcp", "cp_dcp")
 COMM_BACKENDS = ("a2a", "ag_rs")
 MAX_BATCH = 256  # the largest measured batch
-_VALUE_BYTES = 1024  # a head's partial result in bfloat16
+_SPLIT_ROWS = 64  # the plugin's MIN_ROWS (sglang_plugin/row_split_decode.py), which cannot be imported without torch
 _ROWS_PER_LAUNCH_128 = 132  # two rows for each of the 66 SM parts at 128 heads
 
 
@@ -47,7 +48,9 @@ class DecodeSetup:
         comm_backend: `a2a` or `ag_rs`.
         replicate_q_proj: TP-DCP computes the group's queries on every rank instead of gathering them.
         cp_decode_attn_tp: CP-DCP slices the attention weights by head in decode; else every rank projects all heads.
-        row_split_selection: each rank of a DCP group scores and selects for its share of the rows.
+        row_split_selection: each rank of a DCP group scores and selects for its share of the rows. None, as the plugin
+            does: in TP-DCP, with 64 or more rows that divide by dcp_size (a captured step's are padded to its graph's),
+            and never in CP-DCP.
     """
 
     tp_size: int = 8
@@ -55,7 +58,7 @@ class DecodeSetup:
     comm_backend: str = "a2a"
     replicate_q_proj: bool = True
     cp_decode_attn_tp: bool = True
-    row_split_selection: bool = False
+    row_split_selection: bool | None = None
 
 
 def predict_step(
@@ -104,7 +107,7 @@ def predict_step(
         ),
         0.0,
     )
-    terms["pad_heads"] = layers * _pad_heads(values, heads, batch, sliced_after=dcp)
+    terms["pad_heads"] = layers * _pad_heads(values["pad_heads_dcp" if dcp else "pad_heads"], heads, batch)
     if dcp:
         valid = min(context, model.index_topk) / n
         terms["attention"] = layers * _attend_planned(values, heads, batch, valid)
@@ -122,6 +125,8 @@ def predict_step(
         # The stock schedule walks all 2,048 indices however many are valid.
         terms["attention"] = layers * interpolate(values["attend_stock_64"], batch)
     row_split = dcp and setup.row_split_selection
+    if dcp and setup.row_split_selection is None:
+        row_split = mode == "tp_dcp" and batch >= _SPLIT_ROWS and batch % n == 0
     rows = -(-batch // n) if row_split else batch
     selection = _select(values, rows, context) + values["slots_us"]
     if row_split:
@@ -191,7 +196,7 @@ def predict_report(
 def format_report(report: Mapping[str, object], *, show_inputs: bool = False) -> str:
     """The report as text."""
     modes, names = report["modes"], {"tp": "TP", "tp_dcp": "TP-DCP", "cp_dcp": "CP-DCP"}
-    setup, switch = report["setup"], {True: "on", False: "off"}
+    setup, switch = report["setup"], {True: "on", False: "off", None: f"from {_SPLIT_ROWS} rows in TP-DCP"}
     lines = [
         f"predicted decode step of {report['model']}, milliseconds (not measured; * does not fit the pool)",
         f"tp {setup['tp_size']}, dcp {setup['dcp_size']}, {setup['comm_backend']}, "
@@ -264,15 +269,10 @@ def _attend_planned(values, heads: int, batch: int, valid: float) -> float:
     return launches * interpolate(by_valid, valid)
 
 
-def _pad_heads(values, heads: int, batch: int, sliced_after: bool) -> float:
-    """Padding queries to the heads that the kernel has, and for a DCP rank taking the real ones out of its results."""
+def _pad_heads(table, heads: int, batch: int) -> float:
+    """Padding queries to the heads that the kernel has."""
     padded = _padded(heads)
-    if heads == padded:
-        return 0.0
-    time = interpolate(values["pad_heads"], batch * padded // 64, extend=True)
-    if sliced_after:
-        time += interpolate(values["arrange_heads"], batch * heads * _VALUE_BYTES, extend=True)
-    return time
+    return 0.0 if heads == padded else interpolate(table, batch * padded // 64, extend=True)
 
 
 def _padded(heads: int) -> int:
@@ -296,10 +296,7 @@ def _exchange(values, backend: str, n: int, row_heads: int, value_dim: int) -> f
 def _all_reduce(values, n: int, size: int) -> float:
     if n == 1:
         return 0.0
-    received = size * (n - 1) / n
-    if values["all_reduce"]:
-        return _link(values, "all_reduce", received, received_share=0.5)
-    return _link(values, "reduce_scatter", received, received_share=0.5) + _gather(values, n, size / n)
+    return _link(values, "all_reduce", size * (n - 1) / n, received_share=0.5)
 
 
 def _gather(values, n: int, contributed: float) -> float:

@@ -35,6 +35,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import shared_gpu
@@ -220,35 +221,58 @@ def profile(server: Server, folder: Path, num_ranks: int) -> list[str]:
     return traces
 
 
-def run(model: Path, config: str, out: Path, port: int) -> None:
-    """Start a config's server, ask, and write its report."""
-    command, environment = server_command(model, config, port)
+def run_server(
+    model: Path, config: str, out: Path, port: int, command: list[str], environment: dict, ask_all: Callable
+) -> tuple[dict, str]:
+    """Start a server and ask; return its report, which is not written yet, and its log.
+
+    Args:
+        command, environment: as `server_command` returns them.
+        ask_all: called with the server; returns what the report has of its answers.
+    """
     plugins = {} if "gpus" in config.split("-") else shared_gpu.PLUGIN
     environment["PYTHONPATH"] = python_path(write_entry_points(out / f"{config}-site", **plugins))
     report = {"config": config, "model": str(model), "command": command, "environment": environment}
     report["host"] = describe_host()
+    path = out / f"{config}.log"
     started = time.monotonic()
-    with Server(command, environment, port, out / f"{config}.log") as server:
+    with Server(command, environment, port, path) as server:
         report["ready_s"] = server.wait_until_ready(START_TIMEOUT_S)
-        info = server.get("/server_info", 30)
-        report["max_total_num_tokens"] = info.get("max_total_num_tokens")
-        report["scenes"] = ask_everything(server, "retract" in config.split("-"))
-        report["misuse"] = misuse(server)
-        if "profile" in config.split("-"):
-            report["traces"] = profile(server, out / f"{config}-trace", parse_sizes(config)[0])
-        if "kill" in config.split("-"):
-            report["kill"] = kill_a_rank(server)
-    log = (out / f"{config}.log").read_text(errors="replace")
+        report["max_total_num_tokens"] = server.get("/server_info", 30).get("max_total_num_tokens")
+        report |= ask_all(server)
+    log = path.read_text(errors="replace")
     logged = re.findall(r"max_total_num_tokens=(\d+), chunked_prefill_size", log)
     report["logged_capacity"] = sorted({int(found) for found in logged})
     report["retractions"] = len(re.findall(r"Retract(?:ed)? requests|#retracted", log))
     report["seconds"] = time.monotonic() - started
+    return report, log
+
+
+def run(model: Path, config: str, out: Path, port: int) -> str:
+    """Start a config's server, ask, and write its report; return what to print."""
+    options = config.split("-")
+
+    def ask_all(server: Server) -> dict:
+        found = {"scenes": ask_everything(server, "retract" in options), "misuse": misuse(server)}
+        if "profile" in options:
+            found["traces"] = profile(server, out / f"{config}-trace", parse_sizes(config)[0])
+        if "kill" in options:
+            found["kill"] = kill_a_rank(server)
+        return found
+
+    report, _ = run_server(model, config, out, port, *server_command(model, config, port), ask_all)
     (out / f"{config}.json").write_text(json.dumps(report, indent=1))
-    print(f"{config}: ready in {report['ready_s']:.0f} s, done in {report['seconds']:.0f} s", flush=True)
+    return f"ready in {report['ready_s']:.0f} s, done in {report['seconds']:.0f} s"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_configs(run_one: Callable[[Path, str, Path, int], str], description: str) -> None:
+    """Run the configs of the command line that have no report yet; exit with 1 if one of them then has none.
+
+    Args:
+        run_one: called with the model, the config, the folder for its report, and a port; returns what to print.
+        description: for --help.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--config", action="append", required=True)
@@ -264,14 +288,16 @@ def main() -> None:
             failed.append(f"{config}: not started, the time is up")
             continue
         try:
-            run(arguments.model, config, arguments.out, arguments.port + 100 * number)
+            told = run_one(arguments.model, config, arguments.out, arguments.port + 100 * number)
         except ASKING_ERRORS as error:
             failed.append(f"{config}: {error}")
             print(failed[-1], flush=True)
+        else:
+            print(f"{config}: {told}", flush=True)
     if failed:
         names = ", ".join(line.partition(":")[0] for line in failed)
         sys.exit(f"{len(failed)} of {len(arguments.config)} configs have no report: {names}")
 
 
 if __name__ == "__main__":
-    main()
+    run_configs(run, __doc__)

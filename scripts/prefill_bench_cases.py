@@ -13,7 +13,7 @@ from nsa_dcp_kernels.kv_format import LATENT_BYTES, PAGE_SIZE
 
 MODES = {"tp_dcp": "TP-DCP", "cp_dcp": "CP-DCP"}
 # Parts and messages of the layers that own an indexer; the others reuse what these made.
-PER_SELECTION = frozenset({"select", "localise", "selections", "broadcast", "index keys"})
+PER_SELECTION = frozenset({"select", "localise", "selections", "index keys"})
 _BF16_BYTES = 2
 _FLOAT32_BYTES = 4
 _INDEX_BYTES = 4
@@ -124,8 +124,6 @@ def received_bytes(case: PrefillCase, dims: ModelDims, comm_backend: str = "a2a"
             "queries": others * row_heads * dims.latent_dim * _BF16_BYTES,
             "partials": others * exchange,
             "selections": others * selection,
-            # sglang's own agreement, which follows the gather (docs/upstream.md).
-            "broadcast": case.dcp_size * selection,
         },
         "cp_dcp": {
             "pages": others * case.pages * PAGE_SIZE * LATENT_BYTES,

@@ -77,7 +77,7 @@ def test_the_command_says_how_many_are_within_the_tolerance(tmp_path, capsys):
     assert "Inputs replaced: all_reduce: given in" in capsys.readouterr().out
 
 
-def test_a_measured_all_reduce_replaces_the_sum_of_two_collectives():
+def test_a_given_all_reduce_replaces_the_measured_one():
     inputs = INPUTS | {"all_reduce": dataclasses.replace(INPUTS["all_reduce"], value={4096.0: 7.0})}
     terms = predict_step(DIMS, TP, inputs, "tp", 64, 4096)
     assert terms["all_reduce"] == pytest.approx(2 * DIMS.num_hidden_layers * 7.0)

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,3 +166,10 @@ def make_rank(publish_rank):
         return Rank(dcp_size, dcp_rank, pool, allocator)
 
     return build
+
+
+@pytest.fixture
+def unused_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -33,6 +33,22 @@ def test_its_steps_are_split():
     assert crowd.REQUESTS % len(crowd.LENGTHS) == 0
 
 
+def test_halves_are_the_same_prompts_and_are_not_split(monkeypatch):
+    asked = []
+
+    def ask_at_once(server, requests, new_tokens):
+        asked.append(dict(requests))
+        return [{"name": name} for name in requests]
+
+    monkeypatch.setattr(crowd.serve, "ask", lambda *_: {"name": "first"})
+    monkeypatch.setattr(crowd.serve, "ask_at_once", ask_at_once)
+    scenes = crowd.ask_crowd(None)
+    assert all(len(requests) < MIN_ROWS for requests in asked[2:])
+    assert asked[2] | asked[3] == asked[1] and len(asked[2]) + len(asked[3]) == crowd.REQUESTS
+    assert [answer["name"] for answer in scenes[crowd.IN_HALVES]] == list(asked[1])
+    assert len(scenes[crowd.ALL_AT_ONCE]) == crowd.REQUESTS
+
+
 def test_decode_steps_are_counted_by_their_size():
     log = """
     [TP0] Prefill batch, #new-seq: 3, #running-req: 7, x

@@ -264,15 +264,6 @@ with starter.maybe_reindex_device_id(5) as gpu_id:
     assert "gpu 0" in done.stdout, done.stderr
 
 
-@pytest.fixture
-def unused_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.sglang
 @pytest.mark.usefixtures("registered", "on_hopper")
 @pytest.mark.parametrize("model", ["glm", "deepseek-mtp"])
