@@ -46,6 +46,11 @@ _SCALARS = {
         "us per selection",
         f"0: not counted unless set; the embedded engine's look-up takes 23 to 29 with 16 to 256 rows, {H200}",
     ),
+    "rows_scored_at_once": StepInput(
+        132.0,
+        "query rows",
+        "stated: the SMs of an H100 or H200; sglang 0.5.23 scores more in pieces and joins those (an H20 has 78)",
+    ),
     "row_split_us": StepInput(
         13.2,
         "us per row-split selection",
@@ -204,8 +209,14 @@ _TABLES = {
 
 
 def measured_inputs(model: ModelDims) -> dict[str, StepInput]:
-    """The inputs as measured, with the weight sizes of `model`."""
+    """The inputs as measured, with the weight sizes and the context length of `model`."""
     weights = {
+        "score_columns": StepInput(
+            float(model.max_context),
+            "float32 scores per row",
+            f"stated: the context length of {model.name}, which rows of sglang's captured steps have; set your "
+            "--context-length, or 0 to count no joining",
+        ),
         "expert_bytes": StepInput(
             model.expert_bytes, "bytes per routed-expert weight", f"stated for {model.name}: {model.source}"
         ),

@@ -2,10 +2,11 @@
 
 Per layer, a rank reads its weights once, writes its cache and attends, with heads padded to what the kernel takes; in
 the DCP modes it gathers queries, exchanges partial results and merges them; layers with an indexer also score and
-select. A TP rank is stock sglang's, a DCP rank the plugin's: it takes its own kernels for padding, and from 64 rows on
-TP-DCP selects for its share of them. Times of kernels and collectives come from tables (`step_inputs`), weights from
-counted bytes over the measured memory bandwidth. Everything is added up: no overlap is assumed. Collectives are NCCL's;
-those of more than two ranks are read from the two-rank tables at equal bytes received per GPU.
+select, and join the scores where they come in pieces. A TP rank is stock sglang's, a DCP rank the plugin's: it takes
+its own kernels for padding, and from 64 rows on TP-DCP selects for its share of them. Times of kernels and collectives
+come from tables (`step_inputs`), weights from counted bytes over the measured memory bandwidth. Everything is added up:
+no overlap is assumed. Collectives are NCCL's; those of more than two ranks are read from the two-rank tables at equal
+bytes received per GPU.
 
 The result is a prediction. Its worth is in comparing modes at one load, not in the absolute time.
 """
@@ -34,7 +35,9 @@ __all__ = [
 MODES = ("tp", "tp_dcp", "cp_dcp")
 COMM_BACKENDS = ("a2a", "ag_rs")
 MAX_BATCH = 256  # the largest measured batch
+_SCORE_BYTES = 4  # float32
 _SPLIT_ROWS = 64  # the plugin's MIN_ROWS (sglang_plugin/row_split_decode.py), which cannot be imported without torch
+_CAPTURED_MULTIPLE = 8  # sglang 0.5.23 captures batches of such multiples above 8, by default
 _ROWS_PER_LAUNCH_128 = 132  # two rows for each of the 66 SM parts at 128 heads
 
 
@@ -49,8 +52,8 @@ class DecodeSetup:
         replicate_q_proj: TP-DCP computes the group's queries on every rank instead of gathering them.
         cp_decode_attn_tp: CP-DCP slices the attention weights by head in decode; else every rank projects all heads.
         row_split_selection: each rank of a DCP group scores and selects for its share of the rows. None, as the plugin
-            does: in TP-DCP, with 64 or more rows that divide by dcp_size (a captured step's are padded to its graph's),
-            and never in CP-DCP.
+            does: in TP-DCP from 64 rows of a captured step on, which has the batch padded to a multiple of 8 (sglang's
+            graphs), and never in CP-DCP.
     """
 
     tp_size: int = 8
@@ -99,6 +102,7 @@ def predict_step(
             "exchange",
             "combine",
             "selection",
+            "join_scores",
             "gather_selection",
             "cache_writes",
             "weights",
@@ -126,13 +130,18 @@ def predict_step(
         terms["attention"] = layers * interpolate(values["attend_stock_64"], batch)
     row_split = dcp and setup.row_split_selection
     if dcp and setup.row_split_selection is None:
-        row_split = mode == "tp_dcp" and batch >= _SPLIT_ROWS and batch % n == 0
+        captured_rows = -(-batch // _CAPTURED_MULTIPLE) * _CAPTURED_MULTIPLE
+        row_split = mode == "tp_dcp" and captured_rows >= _SPLIT_ROWS and captured_rows % n == 0
     rows = -(-batch // n) if row_split else batch
     selection = _select(values, rows, context) + values["slots_us"]
     if row_split:
         selection += values["row_split_us"]
         terms["gather_selection"] = selections * _gather(values, n, rows * model.index_topk * 4)
     terms["selection"] = selections * selection
+    if rows > values["rows_scored_at_once"]:
+        # Read and written once more.
+        joined_bytes = 2 * rows * values["score_columns"] * _SCORE_BYTES
+        terms["join_scores"] = selections * joined_bytes / values["memory_bandwidth_gbs"] / 1e3
     terms["cache_writes"] = (layers + selections) * values["cache_write_us"]
     terms["weights"] = _weight_bytes(model, setup, values, mode, batch) / values["memory_bandwidth_gbs"] / 1e3
     terms["all_reduce"] = (
