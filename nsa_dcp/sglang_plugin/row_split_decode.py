@@ -10,6 +10,7 @@ them before a replay, and the host does nothing.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from nsa_dcp.sglang_plugin.validation import PAGE_SIZE
 
 # Measured on an H200 with this repository's top-k (docs/performance.md, "Selection and scoring"): 64 rows of 32K save
-# 67 us a layer at dcp 8, and the gather costs 10 to 14; 8 rows of 16K save 8. Longer contexts would lower this bound,
+# 70 us a layer at dcp 8, and the gather costs 10 to 15; 8 rows of 16K save 6. Longer contexts would lower this bound,
 # but are unknown when a graph is captured.
 MIN_ROWS = 64
 
@@ -35,7 +36,7 @@ class DecodeShare:
         self.group = group
         self._whole: object = None
         self._layer_id = -1
-        self._narrowed: Any = None
+        self._narrowed: list[Any] = []
 
     def rows(self, num_rows: int) -> slice | None:
         """Return this rank's rows of a batch; None where every rank selects for all of them.
@@ -49,8 +50,8 @@ class DecodeShare:
         start = self.group.rank_in_group * rows_per_rank
         return slice(start, start + rows_per_rank)
 
-    def narrow(self, metadata: Any, layer_id: int, rows: slice) -> Any:
-        """Return the metadata of this rank's rows, from an earlier layer of this step where one made it.
+    def narrow(self, metadata: Any, layer_id: int, pieces: list[slice]) -> list[Any]:
+        """Return the metadata of each piece of this rank's rows, from an earlier layer of this step where one made it.
 
         Layers run in ascending order, so a layer that is not after the last one begins another step. The metadata
         object alone would not tell: a graph's warm-up, its capture and its replays share one, and what the capture
@@ -59,10 +60,10 @@ class DecodeShare:
         Args:
             metadata: sglang's DSAIndexerMetadata of a decode batch.
             layer_id: the layer that is about to select.
-            rows: as `rows` returned.
+            pieces: as `cut_rows` returned, the same in every layer.
         """
         if metadata.attn_metadata is not self._whole or layer_id <= self._layer_id:
-            self._narrowed = narrow_decode_metadata(metadata, rows)
+            self._narrowed = [narrow_decode_metadata(metadata, rows) for rows in pieces]
             self._whole = metadata.attn_metadata
         self._layer_id = layer_id
         return self._narrowed
@@ -76,14 +77,21 @@ class RowSplitDecodeSelection:
         share: this rank's, one for all indexers of the model.
         agree: overwrites a selection with that of the first rank of the share's group. Every rank calls it, and it is
             captured in graphs.
+        most_rows: that the method scores at once, the GPU's SMs. Of more it would join the scores of its pieces, which
+            are as wide as the model's longest context: for 256 rows of 1,048,576 it copies 1 GiB a layer.
     """
 
     def __init__(
-        self, select: Callable[..., torch.Tensor], share: DecodeShare, agree: Callable[[torch.Tensor], Any]
+        self,
+        select: Callable[..., torch.Tensor],
+        share: DecodeShare,
+        agree: Callable[[torch.Tensor], Any],
+        most_rows: int,
     ) -> None:
         self.select = select
         self.share = share
         self.agree = agree
+        self.most_rows = most_rows
 
     def __call__(
         self, forward_batch: Any, layer_id: int, q_fp8: torch.Tensor, weights: torch.Tensor, metadata: Any
@@ -106,8 +114,13 @@ class RowSplitDecodeSelection:
             selection = self.select(forward_batch, layer_id, q_fp8, weights, metadata)
             self.agree(selection)
             return selection
-        narrowed = self.share.narrow(metadata, layer_id, rows)
-        part = self.select(forward_batch, layer_id, q_fp8[rows], weights[rows], narrowed)
+        pieces = cut_rows(rows, self.most_rows)
+        narrowed = self.share.narrow(metadata, layer_id, pieces)
+        selected = [
+            self.select(forward_batch, layer_id, q_fp8[piece], weights[piece], part_metadata)
+            for piece, part_metadata in zip(pieces, narrowed, strict=True)
+        ]
+        part = selected[0] if len(selected) == 1 else torch.cat(selected)
         selection = part.new_empty(max(q_fp8.shape[0], num_rows), part.shape[1])
         selection[num_rows:] = -1
         self.share.group.all_gather_into_tensor(selection[:num_rows], part)
@@ -127,7 +140,15 @@ def split_decode_rows(model: torch.nn.Module, group: Any, agree: Callable[[torch
     share = DecodeShare(group)
     for indexer in model.modules():
         if isinstance(indexer, Indexer) and not isinstance(indexer._get_topk_paged, RowSplitDecodeSelection):
-            indexer._get_topk_paged = RowSplitDecodeSelection(indexer._get_topk_paged, share, agree)
+            indexer._get_topk_paged = RowSplitDecodeSelection(indexer._get_topk_paged, share, agree, indexer.sm_count)
+
+
+def cut_rows(rows: slice, most_rows: int) -> list[slice]:
+    """Cut a non-empty range of rows into the fewest pieces of at most `most_rows`, as long as each other."""
+    num_rows = rows.stop - rows.start
+    count = -(-num_rows // most_rows)
+    ends = [rows.start + num_rows * number // count for number in range(count + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(ends)]
 
 
 def narrow_decode_metadata(metadata: Any, rows: slice) -> Any:

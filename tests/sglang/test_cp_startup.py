@@ -30,6 +30,7 @@ def make_runner(make_cp_runner):
             layer.layer_id, layer.skip_topk, layer.indexer = 0, True, None
         layers[0].skip_topk, layers[0].indexer = False, object.__new__(Indexer)
         torch.nn.Module.__init__(layers[0].indexer)
+        layers[0].indexer.sm_count = 132
         runner.model = layers
         return runner
 

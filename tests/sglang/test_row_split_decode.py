@@ -170,10 +170,11 @@ def never(selection):
     raise AssertionError("rows that were gathered agree already")
 
 
-def make_splits(select, gather, agree=never):
+def make_splits(select, gather, agree=never, most_rows=NUM_SMS):
     from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare, RowSplitDecodeSelection
 
-    return [RowSplitDecodeSelection(select, DecodeShare(gather.rank(rank)), agree) for rank in range(gather.world_size)]
+    shares = [DecodeShare(gather.rank(rank)) for rank in range(gather.world_size)]
+    return [RowSplitDecodeSelection(select, share, agree, most_rows) for share in shares]
 
 
 def run_layers(split, queries, metadata):
@@ -256,6 +257,27 @@ def test_later_layers_of_a_captured_step_use_what_its_first_layer_made_in_the_gr
         assert torch.equal(output[:32], whole[:32])
 
 
+@pytest.mark.parametrize("kernel", TOPK_KERNELS)
+def test_a_share_of_more_rows_than_are_scored_at_once_is_selected_in_pieces(indexer, make_backend, played, kernel):
+    """In a captured graph: its first layer makes each piece's metadata, and no scores are joined."""
+    backend, num_rows = make_backend(kernel), 136
+    q, weights, requests, lengths = draw(num_rows, seed=6)
+    metadata = decode.prepare_step(backend, requests, torch.ones(num_rows, dtype=torch.int32), capturing=True)
+    (split, *_) = make_splits(indexer._get_topk_paged, decode.RelayedGather(2), most_rows=30)
+    run_layers(split, (q, weights), metadata)
+    played.schedules.clear()
+    graph = decode.Graph()
+    with graph:
+        outputs = run_layers(split, (q, weights), metadata)
+    # This rank's 68 rows.
+    assert played.schedules == [22, 23, 23]
+    assert played.scored[-9:] == [22, 23, 23] * 3
+    decode.prepare_step(backend, requests, lengths)
+    graph.replay()
+    for output, whole in zip(outputs, run_layers(indexer._get_topk_paged, (q, weights), metadata), strict=True):
+        assert torch.equal(output[:68], whole[:68])
+
+
 def test_the_graph_of_these_tests_would_show_what_is_not_made_anew(indexer, make_backend):
     """Metadata of the rank's rows made before the capture, as by its warm-up, goes stale: the replay is spoiled."""
     from nsa_dcp.sglang_plugin.row_split_decode import narrow_decode_metadata
@@ -322,29 +344,10 @@ def test_small_and_odd_batches_and_other_steps_are_not_split_but_agreed_on(make_
         return result
 
     group = SimpleNamespace(world_size=world_size, rank_in_group=1)
-    split = RowSplitDecodeSelection(select, DecodeShare(group), agreed.append)
+    split = RowSplitDecodeSelection(select, DecodeShare(group), agreed.append, NUM_SMS)
     assert split(batch, 0, q, weights, metadata) is result
     assert agreed == [result]
     assert all(mine is given for mine, given in zip(seen[0], (batch, 0, q, weights, metadata), strict=True))
-
-
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_every_size_that_sglang_captures_is_split_from_64_rows(monkeypatch, world_size):
-    from sglang.srt.arg_groups import cuda_graph_hook
-
-    from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare
-
-    monkeypatch.setattr(cuda_graph_hook, "resolving_view", lambda arguments: arguments)
-    arguments = SimpleNamespace(disable_cuda_graph_padding=False, speculative_algorithm=None)
-    sizes = cuda_graph_hook.generate_decode_cuda_graph_batch_sizes(arguments, 1024)
-    assert (sizes[0], sizes[-1]) == (1, 1024)
-    shares = [DecodeShare(SimpleNamespace(world_size=world_size, rank_in_group=r)) for r in range(world_size)]
-    for size in sizes:
-        rows = [share.rows(size) for share in shares]
-        if size < 64:
-            assert rows == [None] * world_size
-        else:
-            assert [row for part in rows for row in range(size)[part]] == list(range(size))
 
 
 def test_an_indexer_is_split_once_and_all_share_their_steps_metadata(indexer):
@@ -352,6 +355,7 @@ def test_an_indexer_is_split_once_and_all_share_their_steps_metadata(indexer):
 
     other = type(indexer).__new__(type(indexer))
     torch.nn.Module.__init__(other)
+    other.sm_count = 78
     model, group = torch.nn.ModuleList([indexer, other, torch.nn.Linear(1, 1)]), object()
     split_decode_rows(model, group, never)
     split_decode_rows(model, group, never)
@@ -359,6 +363,7 @@ def test_an_indexer_is_split_once_and_all_share_their_steps_metadata(indexer):
     assert not isinstance(indexer._get_topk_paged.select, RowSplitDecodeSelection)
     assert indexer._get_topk_paged.share is other._get_topk_paged.share
     assert indexer._get_topk_paged.share.group is group
+    assert (indexer._get_topk_paged.most_rows, other._get_topk_paged.most_rows) == (NUM_SMS, 78)
 
 
 def test_the_indexer_reaches_its_selection_by_the_name_that_is_replaced():

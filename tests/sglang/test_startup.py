@@ -29,7 +29,7 @@ def runner(make_rank, model_path):
     attention.dcp_size, attention.layer_id, attention.skip_topk = DCP_SIZE, 0, False
     attention.indexer = object.__new__(Indexer)
     torch.nn.Module.__init__(attention.indexer)
-    attention.indexer.index_topk = 2048
+    attention.indexer.index_topk, attention.indexer.sm_count = 2048, 132
     attention.attn_mqa_for_dcp_decode = SimpleNamespace(tp_q_head_num=HEADS)
     return SimpleNamespace(
         server_args=server_args,
