@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """As one_gpu_serve.py, with 96 requests at once: enough rows a step that ranks split the selecting of decode.
 
-    one_gpu_crowd.py MODEL OUT --config tp1-dcp1 --config tp8-dcp8
+    one_gpu_crowd.py MODEL OUT --config tp1-dcp1 --config tp8-dcp8 --config tp2-dcp2-r288
+
+A config is as there, and may end with `rN`: N requests instead, a multiple of 16. A rank's share of 288 over two ranks
+is more rows than a Hopper GPU has SMs, and is selected in pieces.
 
 Most contexts are longer than a selection. Afterwards the same prompts are asked in halves, of fewer rows than are
 split: the same server then answers without splitting. A report also has the sizes of the decode steps that the server
@@ -22,20 +25,30 @@ NEW_TOKENS = (16, 32)
 # Scenes of the same prompts and lengths of answers.
 ALL_AT_ONCE, IN_HALVES = f"{NEW_TOKENS[-1]} new tokens", f"{NEW_TOKENS[-1]} new tokens, in halves"
 LENGTHS = (5, 700, 2047, 2049, 2300, 2600, 3000, 3300)
-# Of all ranks together, more than all requests need. Too long a prompt is refused for the model's context.
-POOL_TOKENS = 393216
-CHANGED_FLAGS = {
-    "--max-running-requests": str(REQUESTS),
-    "--cuda-graph-max-bs-decode": str(REQUESTS),
-    "--decode-log-interval": "1",
-}
+# Of all ranks together, a request: more than it needs. Too long a prompt is refused for the model's context.
+POOL_TOKENS = 4096
+
+
+def count_requests(config: str) -> int:
+    """Requests to ask at once. ValueError: they are not whole rounds of LENGTHS in both halves."""
+    found = [int(option[1:]) for option in config.split("-")[2:] if re.fullmatch(r"r\d+", option)]
+    requests = found[0] if found else REQUESTS
+    if not requests or requests % (2 * len(LENGTHS)):
+        raise ValueError(f"requests must be a positive multiple of {2 * len(LENGTHS)}, got {requests} in {config!r}")
+    return requests
 
 
 def crowd_command(model: Path, config: str, port: int) -> tuple[list[str], dict[str, str]]:
     """Return one_gpu_serve's command and environment for a config, with room for all requests at once."""
     command, environment = serve.server_command(model, config, port)
-    dcp_size = int(config.split("-")[1].removeprefix("dcp"))
-    for flag, value in (CHANGED_FLAGS | {"--max-total-tokens": str(POOL_TOKENS // dcp_size)}).items():
+    requests, (_, dcp_size) = count_requests(config), serve.parse_sizes(config)
+    changed = {
+        "--max-running-requests": str(requests),
+        "--cuda-graph-max-bs-decode": str(requests),
+        "--decode-log-interval": "1",
+        "--max-total-tokens": str(POOL_TOKENS * requests // dcp_size),
+    }
+    for flag, value in changed.items():
         if flag in command:
             command[command.index(flag) + 1] = value
         else:
@@ -43,16 +56,16 @@ def crowd_command(model: Path, config: str, port: int) -> tuple[list[str], dict[
     return command, environment
 
 
-def ask_crowd(server: Server) -> dict[str, list[dict]]:
+def ask_crowd(server: Server, num_requests: int = REQUESTS) -> dict[str, list[dict]]:
     """Ask everything at once; return the answers by scene."""
     scenes = {"first": [serve.ask(server, "9 tokens", serve.prompt(9, 0), serve.FIRST_REQUEST_TIMEOUT_S)]}
-    lengths = [LENGTHS[n % len(LENGTHS)] for n in range(REQUESTS)]
+    lengths = [LENGTHS[n % len(LENGTHS)] for n in range(num_requests)]
     requests = {f"{n}: {length} tokens": serve.prompt(length, 100 + n) for n, length in enumerate(lengths)}
     for new_tokens in NEW_TOKENS:
         scenes[f"{new_tokens} new tokens"] = serve.ask_at_once(server, requests, new_tokens)
     names = list(requests)
     scenes[IN_HALVES] = []
-    for half in (names[: REQUESTS // 2], names[REQUESTS // 2 :]):
+    for half in (names[: num_requests // 2], names[num_requests // 2 :]):
         asked = {name: requests[name] for name in half}
         scenes[IN_HALVES] += serve.ask_at_once(server, asked, NEW_TOKENS[-1])
     return scenes
@@ -74,7 +87,7 @@ def run(model: Path, config: str, out: Path, port: int) -> str:
     """
 
     def ask_all(server: Server) -> dict:
-        return {"scenes": ask_crowd(server), "misuse": serve.misuse(server, times=16)}
+        return {"scenes": ask_crowd(server, count_requests(config)), "misuse": serve.misuse(server, times=16)}
 
     command, environment = crowd_command(model, config, port)
     report, log = serve.run_server(model, config, out, port, command, environment, ask_all)

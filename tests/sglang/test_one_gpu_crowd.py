@@ -16,15 +16,23 @@ def value_of(command, flag):
     return command[command.index(flag) + 1]
 
 
+@pytest.mark.parametrize(("options", "requests"), [("", 96), ("-r288", 288), ("-ag_rs-nograph-r16", 16)])
 @pytest.mark.parametrize("dcp_size", [1, 2, 8])
-def test_all_requests_fit_and_run_at_once(dcp_size):
-    command, _ = crowd.crowd_command(Path("model"), f"tp8-dcp{dcp_size}", 21000)
-    assert value_of(command, "--max-running-requests") == value_of(command, "--cuda-graph-max-bs-decode") == "96"
+def test_all_requests_fit_and_run_at_once(dcp_size, options, requests):
+    command, _ = crowd.crowd_command(Path("model"), f"tp8-dcp{dcp_size}{options}", 21000)
+    assert value_of(command, "--max-running-requests") == value_of(command, "--cuda-graph-max-bs-decode")
+    assert value_of(command, "--max-running-requests") == str(requests)
     assert value_of(command, "--decode-log-interval") == "1"
     page = 64 * dcp_size
     longest = [length + max(crowd.NEW_TOKENS) for length in crowd.LENGTHS]
-    needed = crowd.REQUESTS // len(longest) * sum(-(-length // page) * page for length in longest)
+    needed = requests // len(longest) * sum(-(-length // page) * page for length in longest)
     assert needed < int(value_of(command, "--max-total-tokens")) * dcp_size
+
+
+@pytest.mark.parametrize("option", ["r0", "r8", "r100"])
+def test_requests_that_do_not_come_in_whole_rounds_are_refused(option):
+    with pytest.raises(ValueError, match="positive multiple of 16"):
+        crowd.crowd_command(Path("model"), f"tp2-dcp2-{option}", 21000)
 
 
 def test_its_steps_are_split():
