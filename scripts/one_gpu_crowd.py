@@ -7,8 +7,8 @@ A config is as there, and may end with `rN`: N requests instead, a multiple of 1
 is more rows than a Hopper GPU has SMs, and is selected in pieces.
 
 Most contexts are longer than a selection. Afterwards the same prompts are asked in halves: 48 are fewer rows than are
-split, so that the same server answers without splitting. A report also has the sizes of the decode steps that the server
-logged; one in which fewer than 64 requests were decoded at once says nothing about split rows, and is a failure.
+split, so that the same server answers without splitting. A report also has the sizes of the decode steps that the
+server logged; one in which fewer than 64 requests were decoded at once says nothing about split rows, and is a failure.
 Compare with one_gpu_compare.py, and with one_gpu_rounding.py where near ties part.
 """
 
