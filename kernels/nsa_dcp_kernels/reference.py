@@ -194,6 +194,19 @@ def remap_to_gathered(
     return torch.where((topk_slots >= 0) & (position >= 0), row, -1).to(torch.int32)
 
 
+def fill_page_table_(
+    page_table: torch.Tensor,
+    request_slots: torch.Tensor,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
+    page_size: int,
+) -> None:
+    first_slots = request_slots[requests.long(), ::page_size][:, : page_table.shape[1]]
+    held = torch.arange(first_slots.shape[1]) * page_size < lengths.unsqueeze(1)
+    live = page_table[:, : first_slots.shape[1]]
+    live.copy_(torch.where(held, first_slots // page_size, live))
+
+
 # --- attention ------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,8 @@
 
 The stock class hands FlashMLA slots of the whole pool as if they were rows of this rank's, and drops the log-sum-exp.
 Only the method that calls the kernel is replaced, and with it the one that plans its launches, once a step, for no rows
-in particular: writing the cache, gathering heads, merging, all other metadata and graphs are sglang's.
+in particular, and the filling of a decode graph's page table: writing the cache, gathering heads, merging, all other
+metadata and graphs are sglang's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
+from nsa_dcp.sglang_plugin.decode_page_table import PagewiseDecodeMetadata
 from nsa_dcp_kernels import LocalSelection, attend_selection, localize_selection
 from nsa_dcp_kernels.kv_format import LATENT_DIM
 
@@ -34,6 +36,7 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
             RuntimeError: FlashMLA is missing, does not load or run here, or treats an empty selection in another way.
         """
         super().__init__(model_runner)
+        self._fused_decode_metadata = PagewiseDecodeMetadata(self._fused_decode_metadata)
         self._shared_selection = SharedSelection()
         self.check_kernel(self.token_to_kv_pool.get_key_buffer(self.token_to_kv_pool.start_layer))
 

@@ -22,6 +22,7 @@ from nsa_dcp_kernels._triton import (
     localize,
     lse_merge,
     page_gather,
+    page_table,
     partial_pack,
     schedule,
     topk,
@@ -90,6 +91,12 @@ def compile_page_gather() -> None:
         page_gather.remap_to_gathered(slots, torch.zeros(dcp_size, dtype=torch.int32), dcp_size, 64, 64)
 
 
+def compile_page_tables() -> None:
+    for num_rows, width, length, dtype in [(1, 1, 64, torch.int32), (64, 8193, 524292, torch.int64)]:
+        table, slots = torch.zeros(num_rows, width, dtype=torch.int32), torch.zeros(2, length, dtype=torch.int32)
+        page_table.fill_page_table_(table, slots, *torch.zeros(2, num_rows, dtype=dtype), 64)
+
+
 def compile_attention() -> None:
     for num_tokens, width, dcp_size, parts in [(1, 64, 1, 132), (5, 192, 3, 66), (300, 2048, 8, 132)]:
         slots = torch.zeros(num_tokens, width, dtype=torch.int32)
@@ -121,5 +128,6 @@ if __name__ == "__main__":
     compile_merges()
     compile_cache_writes()
     compile_page_gather()
+    compile_page_tables()
     compile_attention()
     compile_indexer()

@@ -118,10 +118,11 @@ def fill_decode_metadata(
     for total, lengths in ((cu_seqlens_k, cache_seqlens), (dsa_cu_seqlens_k, dsa_cache_seqlens)):
         total[1:].copy_(lengths.cumsum(0))
     for row, (request, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
-        slots = req_to_token[request, :length]
+        slots = req_to_token[request, : min(length, max_len)]
         if page_table_1 is not None:
-            page_table_1[row, :length] = slots
-        real_page_table[row, : -(-length // physical_page_size)] = slots[::physical_page_size] // physical_page_size
+            page_table_1[row, : len(slots)] = slots
+        pages = slots[::physical_page_size] // physical_page_size
+        real_page_table[row, : len(pages)] = pages
 
 
 def prepare_step(backend, requests, seq_lens, capturing=False):

@@ -257,7 +257,10 @@ def test_no_backend_in_sglangs_registry_stops_the_server(registered, runner):
 @pytest.mark.parametrize("name", ["nsa", "dsa"])
 def test_the_real_backend_is_built_for_the_gathered_heads(registered, runner, name):
     """sglang's constructor and ours, on a CPU; only the GPU's capability is made up."""
+    from sglang.kernels.ops.attention.dsa.metadata import fused_dsa_decode_metadata
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from nsa_dcp.sglang_plugin.decode_page_table import PagewiseDecodeMetadata
 
     runner.device, runner.page_size, runner.kv_cache_dtype = "cpu", 64, torch.bfloat16
     runner.hisparse_coordinator = None
@@ -267,3 +270,5 @@ def test_the_real_backend_is_built_for_the_gathered_heads(registered, runner, na
     assert (backend.dcp_size, backend.dcp_rank) == (DCP_SIZE, DCP_RANK)
     assert not backend.supports_mha_one_shot
     assert backend.get_topk_transform_method().name == "PAGED"
+    assert backend._fused_decode_metadata.fill is fused_dsa_decode_metadata
+    assert isinstance(backend._fused_decode_metadata, PagewiseDecodeMetadata)

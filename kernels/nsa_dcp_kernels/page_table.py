@@ -1,0 +1,45 @@
+"""Page tables of a decode step from the slots of each request's tokens, by whole pages.
+
+A step over contexts of L tokens reads L / page_size entries a request, and writes as many.
+"""
+
+import torch
+
+from nsa_dcp_kernels import reference
+from nsa_dcp_kernels._checks import check, check_tensor
+from nsa_dcp_kernels.kv_format import PAGE_SIZE
+
+
+def fill_page_table_(
+    page_table: torch.Tensor,
+    request_slots: torch.Tensor,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
+    page_size: int = PAGE_SIZE,
+) -> None:
+    """Write the pages of each row's context; entries past its last page keep what they hold.
+
+    Args:
+        page_table: [B, P] int32, rows contiguous. A context of more than P pages fills its row.
+        request_slots: [Q, L] int32, rows contiguous. Slots of each request's tokens; those of a page follow each other,
+            and the first is a multiple of `page_size`.
+        requests: [B] int32 or int64. Each row's request, in [0, Q).
+        lengths: [B] int32 or int64. Tokens of each context, 0 to L.
+        page_size: slots per page.
+
+    Raises:
+        ValueError: a shape, dtype or stride is not as above.
+    """
+    check_tensor(page_table, "page_table", (None, None), torch.int32)
+    check_tensor(request_slots, "request_slots", (None, None), torch.int32, like=page_table)
+    for name, indices in (("requests", requests), ("lengths", lengths)):
+        check_tensor(indices, name, (page_table.shape[0],), (torch.int32, torch.int64), like=page_table)
+    for name, rows in (("page_table", page_table), ("request_slots", request_slots)):
+        check(rows.stride(1) == 1, name, "have contiguous rows", f"strides {rows.stride()}")
+    check(page_size >= 1, "page_size", "be at least 1", page_size)
+    if page_table.is_cuda:
+        from nsa_dcp_kernels._triton.page_table import fill_page_table_ as launch
+
+        launch(page_table, request_slots, requests, lengths, page_size)
+    else:
+        reference.fill_page_table_(page_table, request_slots, requests, lengths, page_size)
