@@ -74,23 +74,25 @@ SYMBOLS = (
     ),
     Symbol(
         f"{_ATTENTION}.dsa.dsa_indexer:Indexer._get_topk_paged",
-        "the selection of decode, which we split likewise from 64 rows; under context parallelism over the DCP group",
+        "the selection of decode and verify, which we split likewise from 64 rows; under context parallelism over the "
+        "DCP group",
         ("self", "forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
     ),
     Symbol(
         "sglang.srt.model_executor.forward_batch_info:ForwardMode.is_decode",
-        "verify and draft-extend steps are not split",
+        "decode and verify steps are split, draft-extend is not",
         ("self",),
     ),
+    Symbol("sglang.srt.model_executor.forward_batch_info:ForwardMode.is_target_verify", "the same", ("self",)),
     Symbol(
         f"{_ATTENTION}.dsa.utils:resolve_paged_mqa_logits_metadata_fn",
-        "the scoring kernel's schedule, made for a rank's rows of a decode step",
+        "the scoring kernel's schedule, made for a rank's rows of a step",
         (),
     ),
     Symbol(f"{_ATTENTION}.dsa.utils:resolve_num_sms", "the same", ()),
     Symbol(
         "sglang.kernels.ops.attention.dsv4.topk:plan_topk_v2",
-        "the top-k kernel's plan, made for a rank's rows of a decode step",
+        "the top-k kernel's plan, made for a rank's rows of a step",
         ("seq_lens", "static_threshold", "out"),
     ),
     Symbol(f"{_ATTENTION}.dsa.dsa_indexer_metadata:DSAIndexerMetadata", "narrowed to a rank's rows for that"),

@@ -7,7 +7,8 @@ already. `Indexer.forward_cuda` returns a selection from one of these:
 
 - `_get_topk_ragged`, prefill: `RowSplitSelection` stands there. Each row is selected for once, and gathered.
 - `_get_topk_paged`, decode, target-verify, draft-extend and a captured idle step: `RowSplitDecodeSelection` stands
-  there. Rows are gathered likewise; where they are not split, the first rank's selection is broadcast.
+  there. Rows of large decode and verify batches are gathered likewise; elsewhere the first rank's selection is
+  broadcast. Draft-extend would be too, but is a draft's step, whose indexers are sglang's.
 - `_forward_cuda_k_only`, prefill of contexts that no selection is too small for: a row selects its whole context,
   whatever the order, and no rank depends on the order. Without `return_indices` it returns nothing. The host's lengths
   decide, which are those of the batch. In decode a ROCm graph alone comes here.

@@ -1,7 +1,8 @@
-"""CP-DCP decode selection split by rows over the DCP group is the whole batch's, on the CP backend's own metadata, run
-at once and as a captured graph.
+"""CP-DCP decode and verify selection split over the DCP group is the whole batch's, on the CP backend's own metadata,
+run at once and as a captured graph.
 
-What is split is shared with TP-DCP: test_row_split_decode.py, whose played kernels run here.
+What is split is shared with TP-DCP: test_row_split_decode.py, whose played kernels run here, and
+test_row_split_verify.py.
 """
 
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import decode_metadata as decode
 import pytest
 import test_row_split_decode as row_split_decode
+import test_row_split_verify as row_split_verify
 import torch
 
 pytestmark = pytest.mark.sglang
@@ -41,7 +43,12 @@ class RelayedBroadcast:
 
 
 @pytest.fixture
-def backend(played, monkeypatch):
+def num_drafts():
+    """Rows that a verify step has of each request; None without speculation."""
+
+
+@pytest.fixture
+def backend(played, num_drafts):
     from sglang.srt.environ import envs
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
 
@@ -50,7 +57,7 @@ def backend(played, monkeypatch):
     was_set = envs.SGLANG_OPT_USE_TOPK_V2.is_set()
     envs.SGLANG_OPT_USE_TOPK_V2.set(True)
     yield decode.make_metadata_backend(
-        MAX_REQUESTS, MAX_LEN, TOPK, DSATopKBackend.SGL_KERNEL, True, CpDcpSparseAttnBackend
+        MAX_REQUESTS, MAX_LEN, TOPK, DSATopKBackend.SGL_KERNEL, True, CpDcpSparseAttnBackend, num_drafts
     )
     if not was_set:
         envs.SGLANG_OPT_USE_TOPK_V2.clear()
@@ -109,11 +116,45 @@ def test_every_rank_has_the_selection_of_the_whole_batch(
     assert broadcasts.calls == (0 if split else 2 * world_size * len(LAYERS))
 
 
-@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "IDLE"])
-def test_other_steps_are_not_split(played, backend, make_ranks, indexer, mode):
+@pytest.mark.parametrize(
+    ("num_requests", "num_drafts"), [(16, 4), (64, 3), (72, 2), (16, 3), (33, 2), (66, 3)], ids=lambda number: number
+)
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_every_rank_has_the_verify_selection_of_the_whole_batch(
+    played, backend, make_ranks, indexer, world_size, num_requests, num_drafts
+):
+    """In a captured graph, replayed with other contexts."""
+    q, weights, requests, lengths = row_split_verify.draw(num_requests, num_drafts, 5)
+    ranks, broadcasts = make_ranks(world_size)
+    metadata = row_split_verify.prepare(backend, requests, torch.ones_like(lengths), capturing=True)
+    arguments = (row_split_decode.decode_batch("TARGET_VERIFY"), LAYERS[0], q, weights, metadata)
+    split = num_requests * num_drafts >= 64 and num_requests % world_size == 0
+    if not split:
+        # A broadcast is not recorded: the step runs at once.
+        row_split_verify.prepare(backend, requests, lengths)
+        whole = indexer._get_topk_paged(*arguments)
+        assert all(torch.equal(select(*arguments), whole) for select in ranks)
+        assert broadcasts.calls == world_size
+        return
+    graphs, outputs = [], []
+    for select in ranks:
+        select(*arguments)
+        graph = decode.Graph()
+        with graph:
+            outputs.append(select(*arguments))
+        graphs.append(graph)
+    row_split_verify.prepare(backend, requests, lengths)
+    for graph in [*graphs, *graphs]:
+        graph.replay()
+    whole = indexer._get_topk_paged(*arguments)
+    assert all(torch.equal(output, whole) for output in outputs)
+    assert broadcasts.calls == 0
+
+
+def test_an_idle_step_is_not_split(played, backend, make_ranks, indexer):
     q, weights, metadata = prepared(backend, 64, 5)
     ranks, broadcasts = make_ranks(4)
-    arguments = (row_split_decode.decode_batch(mode), 0, q, weights, metadata)
+    arguments = (row_split_decode.decode_batch("IDLE"), 0, q, weights, metadata)
     whole = indexer._get_topk_paged(*arguments)
     played.scored.clear()
     for select in ranks:

@@ -107,6 +107,9 @@ def played(monkeypatch):
     monkeypatch.setattr(dsa_indexer, "resolve_fp8_paged_mqa_logits_fn", lambda: count_score)
     monkeypatch.setattr(dsa_indexer, "get_token_to_kv_pool", lambda: pool)
     monkeypatch.setattr(dsa_backend, "is_cuda", lambda: True)
+    # A Hopper GPU: a verify step's rows are scored each on its own.
+    monkeypatch.setattr(dsa_backend, "get_platform", lambda: SimpleNamespace(is_sm100=False))
+    monkeypatch.setattr(dsa_backend, "seqlens_expand_triton", decode.expand_lengths)
     monkeypatch.setattr(topk, "plan_topk_v2", count_plan)
     monkeypatch.setattr(topk, "topk_transform_paged_v2", topk_transform_paged_v2)
     kernels = SimpleNamespace(
@@ -138,10 +141,12 @@ def make_backend(played):
 
     was_set = envs.SGLANG_OPT_USE_TOPK_V2.is_set()
 
-    def make(kernel):
+    def make(kernel, num_draft_tokens=None):
         envs.SGLANG_OPT_USE_TOPK_V2.set(kernel == "v2")
         topk_backend = DSATopKBackend.TORCH if kernel == "unfused" else DSATopKBackend.SGL_KERNEL
-        return decode.make_metadata_backend(MAX_REQUESTS, MAX_LEN, TOPK, topk_backend, kernel != "unfused")
+        return decode.make_metadata_backend(
+            MAX_REQUESTS, MAX_LEN, TOPK, topk_backend, kernel != "unfused", num_draft_tokens=num_draft_tokens
+        )
 
     yield make
     if not was_set:
@@ -280,12 +285,12 @@ def test_a_share_of_more_rows_than_are_scored_at_once_is_selected_in_pieces(inde
 
 def test_the_graph_of_these_tests_would_show_what_is_not_made_anew(indexer, make_backend):
     """Metadata of the rank's rows made before the capture, as by its warm-up, goes stale: the replay is spoiled."""
-    from nsa_dcp.sglang_plugin.row_split_decode import narrow_decode_metadata
+    from nsa_dcp.sglang_plugin.row_split_decode import narrow_metadata
 
     backend = make_backend("v2")
     q, weights, requests, lengths = draw(64, seed=6)
     metadata = decode.prepare_step(backend, requests, torch.ones(64, dtype=torch.int32), capturing=True)
-    narrowed = narrow_decode_metadata(metadata, slice(0, 32))
+    narrowed = narrow_metadata(metadata, slice(0, 32))
     graph = decode.Graph()
     with graph:
         output = indexer._get_topk_paged(decode_batch(), 0, q[:32], weights[:32], narrowed)
@@ -329,9 +334,10 @@ def test_ranks_agree_where_their_own_kernels_would_not(make_backend):
 @pytest.mark.parametrize(
     ("num_rows", "world_size", "mode"),
     [(56, 8, "DECODE"), (63, 2, "DECODE"), (65, 2, "DECODE"), (100, 8, "DECODE"), (66, 4, "DECODE")]
-    + [(64, 8, mode) for mode in ("TARGET_VERIFY", "DRAFT_EXTEND_V2", "IDLE")],
+    + [(64, 8, mode) for mode in ("DRAFT_EXTEND_V2", "IDLE")],
 )
 def test_small_and_odd_batches_and_other_steps_are_not_split_but_agreed_on(make_backend, num_rows, world_size, mode):
+    """Verify steps that are not split: test_row_split_verify.py."""
     from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare, RowSplitDecodeSelection
 
     seen, agreed = [], []

@@ -15,6 +15,7 @@ import decode_metadata as decode
 import pytest
 import test_row_split as prefill
 import test_row_split_decode as row_split_decode
+import test_row_split_verify as row_split_verify
 import torch
 
 pytestmark = pytest.mark.sglang
@@ -142,11 +143,16 @@ def select_on_ranks(indexer, tie_breaks, publish_rank, monkeypatch):
 
 
 def decode_step(make_backend, num_rows, mode, kernel="v2"):
-    """All scores of all rows tie: the weights are zero. Many contexts are longer than a selection."""
-    q, weights, requests, lengths = row_split_decode.draw(num_rows, seed=12, padding=3)
-    backend = make_backend(kernel)
-    decode.prepare_step(backend, requests, lengths, capturing=True)
-    metadata = decode.prepare_step(backend, requests, lengths)
+    """All scores of all rows tie: the weights are zero. Many contexts are longer than a selection. Under speculation
+    every request has 4 rows."""
+    if mode in ("TARGET_VERIFY", "DRAFT_EXTEND_V2"):
+        q, weights, requests, lengths = row_split_verify.draw(num_rows // 4, 4, seed=12, padding=3)
+        metadata = row_split_verify.refreshed(make_backend(kernel, 4), requests, lengths)
+    else:
+        q, weights, requests, lengths = row_split_decode.draw(num_rows, seed=12, padding=3)
+        backend = make_backend(kernel)
+        decode.prepare_step(backend, requests, lengths, capturing=True)
+        metadata = decode.prepare_step(backend, requests, lengths)
     batch = row_split_decode.decode_batch(mode)
     batch.seq_lens, batch.seq_lens_cpu, batch.attn_cp_metadata = lengths, lengths, None
     return batch, q, torch.zeros_like(weights), metadata
@@ -182,7 +188,10 @@ DECODE_STEPS = [
     (8, "DECODE", "broadcast"),
     (63, "DECODE", "broadcast"),
     (66, "DECODE", "broadcast"),
-    (64, "TARGET_VERIFY", "broadcast"),
+    (64, "TARGET_VERIFY", "all_gather"),
+    (288, "TARGET_VERIFY", "all_gather"),
+    (48, "TARGET_VERIFY", "broadcast"),
+    (72, "TARGET_VERIFY", "broadcast"),
     (64, "DRAFT_EXTEND_V2", "broadcast"),
 ]
 
@@ -235,9 +244,10 @@ def test_ties_of_a_prefill_fall_alike_on_every_rank_by_one_gather(select_on_rank
     assert collectives == ["all_gather"] + ["broadcast"] * switched_on
 
 
-@pytest.mark.parametrize("step", ["decode", "prefill"])
+@pytest.mark.parametrize("step", ["decode", "verify", "prefill"])
 def test_without_us_these_ranks_would_disagree(select_on_ranks, make_backend, step):
-    arguments = decode_step(make_backend, 64, "DECODE") if step == "decode" else prefill_step((9,), (100,))
+    modes = {"decode": "DECODE", "verify": "TARGET_VERIFY"}
+    arguments = decode_step(make_backend, 64, modes[step]) if step in modes else prefill_step((9,), (100,))
     (first, *others), collectives = select_on_ranks(*arguments, agreeing=False)
     assert collectives == []
     assert all(rows_as_sets(other) != rows_as_sets(first) for other in others)
