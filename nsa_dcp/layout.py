@@ -10,6 +10,7 @@ page of `page_size` rows on every rank, and `dcp_size` consecutive pages of the 
 
 import torch
 
+from nsa_dcp_kernels import look_up_slots
 from nsa_dcp_kernels.kv_format import PAGE_SIZE
 from nsa_dcp_kernels.reference import slot_rows
 
@@ -77,11 +78,8 @@ def slots_at(
     Returns:
         Same shape as `positions`, int32; -1 for "none".
     """
-    page_slots = widened_page_size(dcp_size)
-    safe = positions.clamp(min=0)
-    request = row_request.view(-1, *[1] * (positions.dim() - 1))
-    page = page_table[request.expand_as(positions).long(), (safe // page_slots).long()]
-    return torch.where(positions >= 0, page * page_slots + safe % page_slots, -1).to(torch.int32)
+    table_of_rows = positions.unsqueeze(1) if positions.dim() == 1 else positions
+    return look_up_slots(table_of_rows, row_request, page_table, widened_page_size(dcp_size)).view(positions.shape)
 
 
 def index_page_table(page_table: torch.Tensor, dcp_size: int) -> torch.Tensor:

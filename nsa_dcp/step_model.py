@@ -3,7 +3,7 @@
 Per layer, a rank reads its weights once, writes its cache and attends, with heads padded to what the kernel takes; in
 the DCP modes it gathers queries, exchanges partial results and merges them; layers with an indexer also score and
 select, and join the scores where they come in pieces. A TP rank is stock sglang's, a DCP rank the plugin's: it takes
-its own kernels for padding, and from 64 rows on TP-DCP selects for its share of them. Times of kernels and collectives
+its own kernels for padding, and from 64 rows on it selects for its share of them. Times of kernels and collectives
 come from tables (`step_inputs`), weights from counted bytes over the measured memory bandwidth. Everything is added up:
 no overlap is assumed. Collectives are NCCL's; those of more than two ranks are read from the two-rank tables at equal
 bytes received per GPU.
@@ -52,8 +52,7 @@ class DecodeSetup:
         replicate_q_proj: TP-DCP computes the group's queries on every rank instead of gathering them.
         cp_decode_attn_tp: CP-DCP slices the attention weights by head in decode; else every rank projects all heads.
         row_split_selection: each rank of a DCP group scores and selects for its share of the rows. None, as the plugin
-            does: in TP-DCP from 64 rows of a captured step on, which has the batch padded to a multiple of 8 (sglang's
-            graphs), and never in CP-DCP.
+            does: from 64 rows of a captured step on, which has the batch padded to a multiple of 8 (sglang's graphs).
     """
 
     tp_size: int = 8
@@ -131,7 +130,7 @@ def predict_step(
     row_split = dcp and setup.row_split_selection
     if dcp and setup.row_split_selection is None:
         captured_rows = -(-batch // _CAPTURED_MULTIPLE) * _CAPTURED_MULTIPLE
-        row_split = mode == "tp_dcp" and captured_rows >= _SPLIT_ROWS and captured_rows % n == 0
+        row_split = captured_rows >= _SPLIT_ROWS and captured_rows % n == 0
     rows = -(-batch // n) if row_split else batch
     selection = _select(values, rows, context) + values["slots_us"]
     if row_split:
@@ -205,7 +204,7 @@ def predict_report(
 def format_report(report: Mapping[str, object], *, show_inputs: bool = False) -> str:
     """The report as text."""
     modes, names = report["modes"], {"tp": "TP", "tp_dcp": "TP-DCP", "cp_dcp": "CP-DCP"}
-    setup, switch = report["setup"], {True: "on", False: "off", None: f"from {_SPLIT_ROWS} rows in TP-DCP"}
+    setup, switch = report["setup"], {True: "on", False: "off", None: f"from {_SPLIT_ROWS} rows"}
     lines = [
         f"predicted decode step of {report['model']}, milliseconds (not measured; * does not fit the pool)",
         f"tp {setup['tp_size']}, dcp {setup['dcp_size']}, {setup['comm_backend']}, "

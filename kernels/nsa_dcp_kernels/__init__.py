@@ -11,7 +11,7 @@ from nsa_dcp_kernels.kv_pack import (
 from nsa_dcp_kernels.localize import localize_topk
 from nsa_dcp_kernels.lse_merge import merge_partials
 from nsa_dcp_kernels.page_gather import gather_pages, remap_to_gathered
-from nsa_dcp_kernels.page_table import fill_page_table_
+from nsa_dcp_kernels.page_table import fill_page_table_, look_up_slots
 from nsa_dcp_kernels.partial_pack import merge_packed, pack_partials, unpack_partials
 from nsa_dcp_kernels.schedule import SparsePlan, plan_sparse
 from nsa_dcp_kernels.selection import LocalSelection, attend_selection, localize_selection
@@ -28,6 +28,7 @@ __all__ = [
     "gather_pages",
     "localize_selection",
     "localize_topk",
+    "look_up_slots",
     "merge_packed",
     "merge_partials",
     "pack_latent",

@@ -207,6 +207,14 @@ def fill_page_table_(
     live.copy_(torch.where(held, first_slots // page_size, live))
 
 
+def look_up_slots(
+    positions: torch.Tensor, row_request: torch.Tensor, page_table: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    safe = positions.clamp(min=0)
+    page = page_table[row_request.unsqueeze(1).expand_as(positions).long(), (safe // page_size).long()]
+    return torch.where(positions >= 0, page * page_size + safe % page_size, -1).to(torch.int32)
+
+
 # --- attention ------------------------------------------------------------------------------------------------------
 
 

@@ -94,7 +94,9 @@ def compile_page_gather() -> None:
 def compile_page_tables() -> None:
     for num_rows, width, length, dtype in [(1, 1, 64, torch.int32), (64, 8193, 524292, torch.int64)]:
         table, slots = torch.zeros(num_rows, width, dtype=torch.int32), torch.zeros(2, length, dtype=torch.int32)
-        page_table.fill_page_table_(table, slots, *torch.zeros(2, num_rows, dtype=dtype), 64)
+        rows = torch.zeros(num_rows, dtype=dtype)
+        page_table.fill_page_table_(table, slots, rows, rows, 64)
+        page_table.look_up_slots(torch.zeros(num_rows, 2048 if num_rows > 1 else 1, dtype=dtype), rows, table, 512)
 
 
 def compile_attention() -> None:

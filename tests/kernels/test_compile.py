@@ -14,6 +14,7 @@ KERNELS = {
     "_gather_pages_kernel",
     "_list_pages_kernel",
     "_localize_kernel",
+    "_look_up_slots_kernel",
     "_merge_packed_kernel",
     "_merge_partials_kernel",
     "_pack_latent_kernel",

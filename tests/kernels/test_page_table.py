@@ -1,4 +1,4 @@
-"""Page tables filled by whole pages: the kernel against the reference, the reference against a walk over tokens."""
+"""Page tables and slots looked up in them: kernels against references, references against walks over tokens."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa_dcp.testing.cases import POISON_INT
-from nsa_dcp_kernels import fill_page_table_, reference
+from nsa_dcp_kernels import fill_page_table_, look_up_slots, reference
 from nsa_dcp_kernels._triton import page_table as kernels
 
 
@@ -62,6 +62,39 @@ def test_the_kernel_is_the_reference(num_rows, num_pages, width, dtype, device):
     reference.fill_page_table_(expected[:, :width], slots, requests, lengths, 64)
     kernels.fill_page_table_(table[:, :width], slots.to(device), requests.to(device), lengths.to(device), 64)
     assert torch.equal(table.cpu(), expected)
+
+
+@settings(max_examples=80, deadline=None)
+@given(steps(), st.randoms(use_true_random=False))
+def test_a_position_is_looked_up_as_its_token_was_dealt(step, random):
+    num_requests, num_pages, page_size, rows, *_ = step
+    slots = draw_slots(num_requests, num_pages, page_size, 5)
+    table = (slots[:, ::page_size] // page_size).contiguous()
+    positions = [[random.randrange(-1, num_pages * page_size) for _ in range(5)] for _ in rows]
+    looked_up = look_up_slots(
+        torch.tensor(positions, dtype=torch.int32).view(-1, 5), torch.tensor(rows).long(), table, page_size
+    )
+    by_hand = [[-1 if at < 0 else int(slots[row, at]) for at in chosen] for row, chosen in zip(rows, positions)]
+    assert looked_up.dtype == torch.int32
+    assert looked_up.tolist() == by_hand
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (7, 2048), (64, 1100), (3, 0), (0, 64)])
+def test_the_look_up_kernel_is_the_reference(num_rows, width, dtype, device):
+    generator = torch.Generator().manual_seed(6)
+    num_pages, page_size = 33, 192
+    table = torch.randperm(5 * num_pages, generator=generator).view(5, num_pages).to(torch.int32)
+    # A row of a wider tensor, and what no request has been given.
+    table = torch.nn.functional.pad(table, (0, 3), value=POISON_INT)[:, :num_pages]
+    positions = torch.randint(-1, num_pages * page_size, (num_rows, width), generator=generator).to(dtype)
+    requests = torch.randint(0, 5, (num_rows,), generator=generator).to(dtype)
+    expected = reference.look_up_slots(positions, requests, table, page_size)
+    got = kernels.look_up_slots(positions.to(device), requests.to(device), table.to(device), page_size)
+    assert torch.equal(got.cpu(), expected)
+    # A column alone, as decode's new tokens are.
+    column = kernels.look_up_slots(positions.to(device)[:, :1], requests.to(device), table.to(device), page_size)
+    assert torch.equal(column.cpu(), expected[:, :1])
 
 
 @pytest.mark.gpu

@@ -115,7 +115,7 @@ def test_cp_dcp_without_the_head_slice_reads_every_attention_weight():
     sliced, whole = step("cp_dcp"), step("cp_dcp", setup=replace(SETUP, cp_decode_attn_tp=False))
     assert whole["weights"] > sliced["weights"]
     assert (sliced["gather_q"] > 0, whole["gather_q"]) == (True, 0)
-    same = replace(SETUP, replicate_q_proj=False, row_split_selection=False)
+    same = replace(SETUP, replicate_q_proj=False)
     assert sliced["total"] == step("tp_dcp", setup=same)["total"]
 
 
@@ -159,7 +159,8 @@ def test_row_split_selection_scores_an_eighth_of_the_rows():
         # Captured as 64 and as 104 rows.
         ("tp_dcp", 57, True),
         ("tp_dcp", 100, True),
-        ("cp_dcp", 128, False),
+        ("cp_dcp", 128, True),
+        ("cp_dcp", 48, False),
         ("tp", 128, False),
     ],
 )
@@ -174,9 +175,10 @@ def test_the_default_splits_from_as_many_rows_as_the_plugin():
     assert [step("tp_dcp", batch)["gather_selection"] > 0 for batch in (MIN_ROWS - 8, MIN_ROWS)] == [False, True]
 
 
-def test_an_override_splits_in_cp_dcp_and_below_the_plugins_bound():
+def test_an_override_splits_below_the_plugins_bound():
     on = replace(SETUP, row_split_selection=True)
-    assert step("cp_dcp", setup=on)["gather_selection"] > 0 < step("tp_dcp", batch=4, setup=on)["gather_selection"]
+    for mode in ("tp_dcp", "cp_dcp"):
+        assert step(mode, batch=4)["gather_selection"] == 0 < step(mode, batch=4, setup=on)["gather_selection"]
 
 
 def test_an_all_reduce_is_read_from_its_own_table():
@@ -360,6 +362,6 @@ def test_scores_of_more_rows_than_sms_are_joined_over_the_context_length():
 
 
 def test_split_rows_are_few_enough_to_be_scored_at_once():
-    assert step("tp_dcp", batch=256)["join_scores"] == 0 < step("cp_dcp", batch=256)["join_scores"]
-    split = replace(SETUP, row_split_selection=True)
-    assert step("cp_dcp", batch=256, setup=split)["join_scores"] == 0
+    whole = replace(SETUP, row_split_selection=False)
+    for mode in ("tp_dcp", "cp_dcp"):
+        assert step(mode, batch=256)["join_scores"] == 0 < step(mode, batch=256, setup=whole)["join_scores"]
