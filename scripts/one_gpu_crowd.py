@@ -4,12 +4,13 @@
     one_gpu_crowd.py MODEL OUT --config tp1-dcp1 --config tp8-dcp8 --config tp2-dcp2-r288
 
 A config is as there, and may end with `rN`: N requests instead, a multiple of 16. A rank's share of 288 over two ranks
-is more rows than a Hopper GPU has SMs, and is selected in pieces.
+is more rows than a Hopper GPU has SMs, and is selected in pieces. With `nextn` a request is three rows of a step: of
+`nextn-r32` 96 at once, which are split.
 
 Most contexts are longer than a selection. Afterwards the same prompts are asked in halves: 48 are fewer rows than are
-split, so that the same server answers without splitting. A report also has the sizes of the decode steps that the
-server logged; one in which fewer than 64 requests were decoded at once says nothing about split rows, and is a failure.
-Compare with one_gpu_compare.py, and with one_gpu_rounding.py where near ties part.
+split, as are those of 16 with `nextn`, so that the same server answers without splitting. A report also has the sizes
+of the decode steps that the server logged; one without a step of 64 rows says nothing about split rows, and is a
+failure. Compare with one_gpu_compare.py, and with one_gpu_rounding.py where near ties part.
 """
 
 import json
@@ -36,6 +37,11 @@ def count_requests(config: str) -> int:
     if not requests or requests % (2 * len(LENGTHS)):
         raise ValueError(f"requests must be a positive multiple of {2 * len(LENGTHS)}, got {requests} in {config!r}")
     return requests
+
+
+def rows_of_request(config: str) -> int:
+    """Query rows that a request has in a decode step, or in the step that verifies its draft."""
+    return serve.DRAFT_TOKENS if "nextn" in config.split("-") else 1
 
 
 def crowd_command(model: Path, config: str, port: int) -> tuple[list[str], dict[str, str]]:
@@ -92,8 +98,8 @@ def run(model: Path, config: str, out: Path, port: int) -> str:
     command, environment = crowd_command(model, config, port)
     report, log = serve.run_server(model, config, out, port, command, environment, ask_all)
     sizes = report["decode_sizes"] = decode_sizes(log)
-    if max(sizes, default=0) < SPLIT_ROWS:
-        raise RuntimeError(f"no decode step of {SPLIT_ROWS} requests or more: {sizes}")
+    if max(sizes, default=0) * rows_of_request(config) < SPLIT_ROWS:
+        raise RuntimeError(f"no decode step of {SPLIT_ROWS} rows or more: {sizes} requests")
     (out / f"{config}.json").write_text(json.dumps(report, indent=1))
     return f"done in {report['seconds']:.0f} s, decode steps by size {sizes}"
 

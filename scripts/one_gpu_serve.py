@@ -43,6 +43,7 @@ from server_process import ASKING_ERRORS, Server, describe_host, python_path, wr
 
 VOCAB, BOS = 16384, 2
 NEW_TOKENS = 16
+DRAFT_TOKENS = 3
 PROFILED_STEPS, PROFILED_TOKENS = 8, 1000
 # Slots of all ranks together: fewer than all requests need, so that old ones are taken again, more than any one needs.
 POOL_TOKENS = {False: 24576, True: 8192}
@@ -96,7 +97,7 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
         "slice": "--enable-cp-decode-attn-tp",
         "mixed": "--enable-mixed-chunk",
         "nextn": "--speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-eagle-topk 1 "
-        "--speculative-num-draft-tokens 3",
+        f"--speculative-num-draft-tokens {DRAFT_TOKENS}",
     }
     flags += [flag for option, flag in optional.items() if option in options]
     flags += [f"--attn-dp-size {option[2:]}" for option in options if re.fullmatch(r"dp\d+", option)]

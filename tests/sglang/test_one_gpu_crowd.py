@@ -65,3 +65,13 @@ def test_decode_steps_are_counted_by_their_size():
     [TP0] Decode batch, #running-req: 5, #token: 9
     """
     assert crowd.decode_sizes(log) == {5: 1, 96: 2}
+
+
+@pytest.mark.parametrize(("config", "split"), [("tp2-dcp2", 96), ("tp4-dcp4-nextn-r32", 96), ("tp2-dcp2-r288", 288)])
+def test_rows_are_split_at_once_and_not_in_halves_but_of_many(config, split):
+    command, _ = crowd.crowd_command(Path("model"), config, 21000)
+    rows = crowd.count_requests(config) * crowd.rows_of_request(config)
+    assert rows == split >= MIN_ROWS
+    assert (rows // 2 < MIN_ROWS) == ("r288" not in config)
+    if "nextn" in config:
+        assert value_of(command, "--speculative-num-draft-tokens") == str(crowd.rows_of_request(config))
