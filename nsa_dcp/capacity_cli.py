@@ -148,8 +148,8 @@ def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
     parser.add_argument(
         "--row-split-selection",
         action=argparse.BooleanOptionalAction,
-        help="each rank scores and selects for 1/dcp of the rows; default, as the plugin: in TP-DCP with 64 or more "
-        "rows that divide by the dcp size, never in CP-DCP",
+        help="each rank scores and selects for 1/dcp of the rows; default, as the plugin: in TP-DCP from 64 rows of "
+        "a captured step on, never in CP-DCP",
     )
     parser.add_argument("--kv-cache-dtype", choices=capacity.KV_CACHE_DTYPES, default="fp8_e4m3", help="for what fits")
     parser.add_argument(

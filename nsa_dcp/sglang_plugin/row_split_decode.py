@@ -18,7 +18,7 @@ import torch
 from nsa_dcp.sglang_plugin.validation import PAGE_SIZE
 
 # Measured on an H200 with this repository's top-k (docs/performance.md, "Selection and scoring"): 64 rows of 32K save
-# 67 us a layer at dcp 8, and the gather costs 10 to 14; 8 rows of 16K save 8. Longer contexts would lower this bound,
+# 70 us a layer at dcp 8, and the gather costs 10 to 15; 8 rows of 16K save 6. Longer contexts would lower this bound,
 # but are unknown when a graph is captured.
 MIN_ROWS = 64
 
