@@ -1,4 +1,4 @@
-"""Cache writes, merges, messages and page gathers."""
+"""Cache writes, merges, messages, page gathers and page tables."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,9 @@ import torch
 from kernel_timing import Record, time_calls
 
 from nsa_dcp_kernels import (
+    fill_page_table_,
     gather_pages,
+    look_up_slots,
     merge_packed,
     merge_partials,
     pack_latent,
@@ -89,6 +91,38 @@ def bench_page_gather(num_pages: int, dcp_size: int = 8) -> Iterator[Record]:
     yield Record("remap to gathered", "T=1024", time_calls(calls), moved_bytes=2 * slots[0].nbytes)
 
 
+def bench_page_tables(num_rows: int, context: int, longest: int = 524288, num_sets: int = 4) -> Iterator[Record]:
+    """A decode graph's page table of equal contexts, where contexts of up to `longest` tokens are admitted."""
+    num_requests, pages_each = num_sets * num_rows, context // PAGE_SIZE
+    pages = torch.randperm(num_requests * pages_each, device="cuda").int().view(num_requests, pages_each, 1)
+    request_slots = torch.zeros(num_requests, longest, dtype=torch.int32, device="cuda")
+    within_page = torch.arange(PAGE_SIZE, dtype=torch.int32, device="cuda")
+    request_slots[:, :context] = (pages * PAGE_SIZE + within_page).view(num_requests, context)
+    requests = torch.randperm(num_requests, device="cuda").view(num_sets, num_rows)
+    lengths = torch.full((num_rows,), context, device="cuda")
+    tables = torch.zeros(num_sets, num_rows, longest // PAGE_SIZE, dtype=torch.int32, device="cuda")
+    case = f"B={num_rows} context={context}"
+    calls = [lambda at=at: fill_page_table_(tables[at], request_slots, requests[at], lengths) for at in range(num_sets)]
+    yield Record("fill page table", case, time_calls(calls), moved_bytes=2 * 4 * num_rows * pages_each)
+    try:
+        from sglang.kernels.ops.attention.dsa.metadata import fused_dsa_decode_metadata
+    except ImportError:
+        pass
+    else:
+        kept, sums = ([torch.zeros(num_rows + more, dtype=torch.int32, device="cuda") for _ in "ab"] for more in (0, 1))
+
+        def fill(at: int) -> None:
+            tensors = (lengths, requests[at], request_slots, kept[0], sums[0], None, kept[1], sums[1], tables[at])
+            fused_dsa_decode_metadata(*tensors, num_rows, longest, 2048, PAGE_SIZE)
+
+        calls = [lambda at=at: fill(at) for at in range(num_sets)]
+        yield Record("fill page table and lengths, sglang 0.5.23", case, time_calls(calls))
+    rows = torch.arange(num_rows, device="cuda")
+    positions = torch.randint(0, context, (num_sets, num_rows, 2048), dtype=torch.int32, device="cuda")
+    calls = [lambda at=at: look_up_slots(positions[at], rows, tables[at], PAGE_SIZE) for at in range(num_sets)]
+    yield Record("look up slots", case, time_calls(calls), moved_bytes=2 * positions[0].nbytes)
+
+
 def bench_all(quick: bool) -> Iterator[Record]:
     # Tokens of a decode step stand anywhere, those of a prefill chunk in whole pages.
     for num_tokens, dcp_size, run in [(128, 8, 1), (8192, 1, 1), (8192, 1, PAGE_SIZE), (8192, 8, 8 * PAGE_SIZE)]:
@@ -98,3 +132,5 @@ def bench_all(quick: bool) -> Iterator[Record]:
     if not quick:
         yield from bench_merges(1024, dcp_size=2, heads=32)
         yield from bench_page_gather(256)
+        yield from bench_page_tables(64, 4096)
+        yield from bench_page_tables(64, 131072)
