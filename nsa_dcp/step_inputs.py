@@ -51,6 +51,11 @@ _SCALARS = {
         "query rows",
         "stated: the SMs of an H100 or H200; sglang 0.5.23 scores more in pieces and joins those (an H20 has 78)",
     ),
+    "page_program_ns": StepInput(
+        0.61,
+        "ns per 128 tokens of the context length, per request",
+        f"sglang 0.5.23's page table, 160 us for 64 requests of up to 524,288 tokens, {H200}",
+    ),
     "row_split_us": StepInput(
         13.2,
         "us per row-split selection",
@@ -195,6 +200,9 @@ _TABLES = {
         "bytes of a rank's send buffer, 2 ranks -> us",
         H200_PAIR,
     ),
+    "fill_page_table": StepInput(
+        {262144: 3.7, 8388608: 9.0}, "tokens of all contexts -> us per step, this package's kernel", H200
+    ),
     "reduce_scatter": StepInput(
         {4096: 9.5, 65536: 10.2, 524288: 12.4, 2097152: 20.2, 8388608: 37.3, 67108864: 161.5},
         "bytes of a rank's input, float32, 2 ranks -> us",
@@ -211,11 +219,11 @@ _TABLES = {
 def measured_inputs(model: ModelDims) -> dict[str, StepInput]:
     """The inputs as measured, with the weight sizes and the context length of `model`."""
     weights = {
-        "score_columns": StepInput(
+        "context_length": StepInput(
             float(model.max_context),
-            "float32 scores per row",
-            f"stated: the context length of {model.name}, which rows of sglang's captured steps have; set your "
-            "--context-length, or 0 to count no joining",
+            "tokens",
+            f"stated: the longest context of {model.name}; sglang's captured steps join scores and launch page-table "
+            "programs for as many; set your --context-length, or 0 to count neither",
         ),
         "expert_bytes": StepInput(
             model.expert_bytes, "bytes per routed-expert weight", f"stated for {model.name}: {model.source}"

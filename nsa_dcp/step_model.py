@@ -2,11 +2,11 @@
 
 Per layer, a rank reads its weights once, writes its cache and attends, with heads padded to what the kernel takes; in
 the DCP modes it gathers queries, exchanges partial results and merges them; layers with an indexer also score and
-select, and join the scores where they come in pieces. A TP rank is stock sglang's, a DCP rank the plugin's: it takes
-its own kernels for padding, and from 64 rows on it selects for its share of them. Times of kernels and collectives
-come from tables (`step_inputs`), weights from counted bytes over the measured memory bandwidth. Everything is added up:
-no overlap is assumed. Collectives are NCCL's; those of more than two ranks are read from the two-rank tables at equal
-bytes received per GPU.
+select, and join the scores where they come in pieces. Once a step the page table is filled. A TP rank is stock
+sglang's, a DCP rank the plugin's: it takes its own kernels for padding and for the page table, and from 64 rows on it
+selects for its share of them. Times of kernels and collectives come from tables (`step_inputs`), weights from counted
+bytes over the measured memory bandwidth. Everything is added up: no overlap is assumed. Collectives are NCCL's; those
+of more than two ranks are read from the two-rank tables at equal bytes received per GPU.
 
 The result is a prediction. Its worth is in comparing modes at one load, not in the absolute time.
 """
@@ -34,6 +34,10 @@ __all__ = [
 
 MODES = ("tp", "tp_dcp", "cp_dcp")
 COMM_BACKENDS = ("a2a", "ag_rs")
+_TERMS = (
+    *("attention", "pad_heads", "localize", "gather_q", "arrange_heads", "exchange", "combine"),
+    *("selection", "join_scores", "gather_selection", "cache_writes", "page_table", "weights", "all_reduce", "other"),
+)
 MAX_BATCH = 256  # the largest measured batch
 _SCORE_BYTES = 4  # float32
 _SPLIT_ROWS = 64  # the plugin's MIN_ROWS (sglang_plugin/row_split_decode.py), which cannot be imported without torch
@@ -91,25 +95,7 @@ def predict_step(
     heads = local_heads * n if sliced else model.num_attention_heads
     dcp = mode != "tp" and n > 1
 
-    terms = dict.fromkeys(
-        (
-            "attention",
-            "pad_heads",
-            "localize",
-            "gather_q",
-            "arrange_heads",
-            "exchange",
-            "combine",
-            "selection",
-            "join_scores",
-            "gather_selection",
-            "cache_writes",
-            "weights",
-            "all_reduce",
-            "other",
-        ),
-        0.0,
-    )
+    terms = dict.fromkeys(_TERMS, 0.0)
     terms["pad_heads"] = layers * _pad_heads(values["pad_heads_dcp" if dcp else "pad_heads"], heads, batch)
     if dcp:
         valid = min(context, model.index_topk) / n
@@ -139,9 +125,13 @@ def predict_step(
     terms["selection"] = selections * selection
     if rows > values["rows_scored_at_once"]:
         # Read and written once more.
-        joined_bytes = 2 * rows * values["score_columns"] * _SCORE_BYTES
+        joined_bytes = 2 * rows * values["context_length"] * _SCORE_BYTES
         terms["join_scores"] = selections * joined_bytes / values["memory_bandwidth_gbs"] / 1e3
     terms["cache_writes"] = (layers + selections) * values["cache_write_us"]
+    if dcp:
+        terms["page_table"] = interpolate(values["fill_page_table"], batch * context, extend=True)
+    else:
+        terms["page_table"] = batch * values["context_length"] / 128 * values["page_program_ns"] / 1e3
     terms["weights"] = _weight_bytes(model, setup, values, mode, batch) / values["memory_bandwidth_gbs"] / 1e3
     terms["all_reduce"] = (
         layers * (2 if sliced else 1) * _all_reduce(values, setup.tp_size, batch * model.hidden_size * 2)

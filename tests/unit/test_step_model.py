@@ -67,7 +67,7 @@ COMMUNICATION = {"gather_q", "exchange", "gather_selection", "all_reduce"}
 def predict_kernels(dcp_size, batch, context, slots_us):
     setup = DecodeSetup(dcp_size=dcp_size, replicate_q_proj=False, row_split_selection=True)
     # The engine that it times joins no scores.
-    inputs = override_inputs(INPUTS, [f"slots_us={slots_us}", "score_columns=0"])
+    inputs = override_inputs(INPUTS, [f"slots_us={slots_us}", "context_length=0"])
     terms = step("tp_dcp", batch, context, setup=setup, inputs=inputs)
     return terms["total"] - sum(terms[name] for name in COMMUNICATION | {"weights", "other"})
 
@@ -355,9 +355,9 @@ def test_scores_of_more_rows_than_sms_are_joined_over_the_context_length():
     assert step("tp", batch=132)["join_scores"] == 0
     # 133 rows of 1,048,576 float32, read and written in each of 21 layers.
     assert step("tp", batch=133)["join_scores"] == pytest.approx(21 * 2 * 133 * 1048576 * 4 / 4230 / 1e3)
-    bounded = override_inputs(INPUTS, ["score_columns=65536"])
+    bounded = override_inputs(INPUTS, ["context_length=65536"])
     assert step("tp", batch=133, inputs=bounded)["join_scores"] == pytest.approx(21 * 2 * 133 * 65536 * 4 / 4230 / 1e3)
-    assert step("tp", batch=256, inputs=override_inputs(INPUTS, ["score_columns=0"]))["join_scores"] == 0
+    assert step("tp", batch=256, inputs=override_inputs(INPUTS, ["context_length=0"]))["join_scores"] == 0
     assert step("tp", batch=96, inputs=override_inputs(INPUTS, ["rows_scored_at_once=78"]))["join_scores"] > 0
 
 
@@ -365,3 +365,14 @@ def test_split_rows_are_few_enough_to_be_scored_at_once():
     whole = replace(SETUP, row_split_selection=False)
     for mode in ("tp_dcp", "cp_dcp"):
         assert step(mode, batch=256)["join_scores"] == 0 < step(mode, batch=256, setup=whole)["join_scores"]
+
+
+def test_a_tp_ranks_page_table_costs_by_the_context_length_and_a_dcp_ranks_by_the_contexts():
+    longest = INPUTS["context_length"].value
+    assert step("tp", batch=64, context=4096)["page_table"] == pytest.approx(64 * longest / 128 * 0.61e-3)
+    assert step("tp", batch=64, context=4096)["page_table"] == step("tp", batch=64, context=131072)["page_table"]
+    for mode in ("tp_dcp", "cp_dcp"):
+        short, long = (step(mode, batch=64, context=context)["page_table"] for context in (4096, 131072))
+        assert 0 < short < long < 10
+    bounded = override_inputs(INPUTS, ["context_length=131072"])
+    assert step("tp", batch=64, inputs=bounded)["page_table"] == pytest.approx(64 * 1024 * 0.61e-3)
