@@ -14,8 +14,8 @@ from pathlib import Path
 
 from nsa_dcp.model_dims import ModelDims
 
-H200 = "measured on one H200, 2026-11-29, torch 2.11.0+cu130, sgl-flash-mla 1.0.0, CUDA-graph replays"
-H200_NEXT_DAY = H200.replace("11-29", "11-30")
+_ON_H200 = "measured on one H200, {}, torch 2.11.0+cu130, sgl-flash-mla 1.0.0, CUDA-graph replays"
+H200, H200_PAGES = _ON_H200.format("2026-11-29"), _ON_H200.format("2026-11-30")
 H200_PAIR = "measured on two H200 (NV18), 2026-11-29, torch 2.14.1, NCCL 2.30.7, graph-captured, one GPU per rank"
 _ASSUMED = "assumed, not measured"
 
@@ -45,7 +45,7 @@ _SCALARS = {
     "slots_us": StepInput(
         0.0,
         "us per selection",
-        f"0: not counted unless set; the embedded engine's look-up takes 2.3 to 3.0 with 16 to 256 rows, {H200_NEXT_DAY}",
+        f"0: not counted unless set; the embedded engine's look-up takes 2.3 to 3.0 with 16 to 256 rows, {H200_PAGES}",
     ),
     "rows_scored_at_once": StepInput(
         132.0,
@@ -55,7 +55,7 @@ _SCALARS = {
     "page_program_ns": StepInput(
         0.61,
         "ns per 128 tokens of the context length, per request",
-        f"sglang 0.5.23's page table, 160 us for 64 requests of up to 524,288 tokens, {H200_NEXT_DAY}",
+        f"sglang 0.5.23's page table, 160 us for 64 requests of up to 524,288 tokens, {H200_PAGES}",
     ),
     "row_split_us": StepInput(
         13.2,
@@ -202,7 +202,7 @@ _TABLES = {
         H200_PAIR,
     ),
     "fill_page_table": StepInput(
-        {262144: 3.7, 8388608: 9.0}, "tokens of all contexts -> us per step, this package's kernel", H200_NEXT_DAY
+        {262144: 3.7, 8388608: 9.0}, "tokens of all contexts -> us per step, this package's kernel", H200_PAGES
     ),
     "reduce_scatter": StepInput(
         {4096: 9.5, 65536: 10.2, 524288: 12.4, 2097152: 20.2, 8388608: 37.3, 67108864: 161.5},
