@@ -21,7 +21,8 @@ class Symbol:
     Args:
         path: `module:name` or `module:Class.name`.
         why: what nsa-dcp does with it.
-        parameters: the parameters it must have, in order; None when it is not called or overridden by us.
+        parameters: the parameters it must have, in order, of a dataclass its fields; None when it is not called,
+            overridden or copied with changes by us.
     """
 
     path: str
@@ -32,6 +33,14 @@ class Symbol:
 _ATTENTION = "sglang.srt.layers.attention"
 _FORWARD = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope", "topk_indices")
 _FORWARD += ("cos_sin_cache", "is_neox", "llama_4_scaling", "attn_sink")
+_METADATA = ("page_size", "cache_seqlens_int32", "max_seq_len_q", "max_seq_len_k", "cu_seqlens_q", "cu_seqlens_k")
+_METADATA += ("page_table_1", "real_page_table", "dsa_cache_seqlens_int32", "dsa_cu_seqlens_q", "dsa_cu_seqlens_k")
+_METADATA += ("dsa_extend_seq_lens_list", "dsa_seqlens_expanded", "dsa_max_seqlen_q", "flashmla_metadata")
+_METADATA += ("paged_mqa_schedule_metadata", "paged_mqa_ctx_lens_2d", "topk_v2_plan", "seq_lens_sum")
+_METADATA += ("page_table_1_flattened", "topk_indices_offset", "indexer_k_start_end", "indexer_logical_page_table")
+_METADATA += ("indexer_seq_lens_cpu", "indexer_seq_lens", "token_to_batch_idx", "pooled_index_kpool")
+_METADATA += ("pooled_cache_seqlens_int32", "pooled_real_page_table", "pooled_paged_mqa_schedule_metadata")
+_METADATA += ("pooled_topk_v2_plan", "kpool_extend_plan", "kpool_write_plan")
 
 SYMBOLS = (
     Symbol(f"{_ATTENTION}.attention_registry:ATTENTION_BACKENDS", "our factory stands at its keys `nsa` and `dsa`"),
@@ -95,8 +104,19 @@ SYMBOLS = (
         "the top-k kernel's plan, made for a rank's rows of a step",
         ("seq_lens", "static_threshold", "out"),
     ),
-    Symbol(f"{_ATTENTION}.dsa.dsa_indexer_metadata:DSAIndexerMetadata", "narrowed to a rank's rows for that"),
-    Symbol(f"{_ATTENTION}.dsa_backend:DSAMetadata", "the same"),
+    Symbol(
+        f"{_ATTENTION}.dsa.dsa_indexer_metadata:DSAIndexerMetadata",
+        "narrowed to a rank's rows for that: a field that we do not know would stay the whole batch's",
+        (
+            "attn_metadata",
+            "topk_transform_method",
+            "topk_backend",
+            "paged_mqa_schedule_metadata",
+            "paged_mqa_ctx_lens_2d",
+            "force_unfused_topk",
+        ),
+    ),
+    Symbol(f"{_ATTENTION}.dsa_backend:DSAMetadata", "the same", _METADATA),
     Symbol(
         f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend",
         "the class that our backend extends",

@@ -1,5 +1,8 @@
 """Every sglang symbol that nsa-dcp relies on is there with the parameters it was written against."""
 
+import dataclasses
+import importlib
+
 import pytest
 
 from nsa_dcp.sglang_plugin import compat
@@ -32,3 +35,15 @@ def test_a_changed_signature_and_a_missing_symbol_are_both_named(monkeypatch):
         compat.check_symbols()
     assert "_forward_flashmla_kv takes (self, q)" in str(error.value)
     assert "no_such_name is missing" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["DSAMetadata", "DSAIndexerMetadata"])
+def test_metadata_with_a_field_that_narrowing_does_not_know_are_refused(monkeypatch, name):
+    """It would stay the whole batch's where a rank selects for its share."""
+    (path,) = (symbol.path for symbol in compat.SYMBOLS if symbol.path.endswith(f":{name}"))
+    module = importlib.import_module(path.partition(":")[0])
+    known = getattr(module, name)
+    changed = dataclasses.make_dataclass(name, [("rows_of_another_kernel", object, None)], bases=(known,), frozen=True)
+    monkeypatch.setattr(module, name, changed)
+    with pytest.raises(RuntimeError, match=rf":{name} takes \(.*rows_of_another_kernel\), not"):
+        compat.check_symbols()
