@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Write a tiny checkpoint with real DSA dimensions, saved so that every server size has the same weights.
 
-    one_gpu_model.py OUT {glm,deepseek,glm-mtp,deepseek-mtp}
+    one_gpu_model.py OUT {glm,deepseek,glm-moe,deepseek-moe,glm-mtp,deepseek-mtp}
 
 Its attention looks tokens up (lookup_weights.py). With random weights a token's attention averages thousands of values
 to almost nothing, losing half of them would hardly show, and rounding alone would settle many answers. A draft layer is
-random: it only proposes.
+random: it only proposes. All layers are dense, but in the `moe` models, where all but the first have experts.
 """
 
 import argparse
@@ -75,6 +75,8 @@ DEEPSEEK = {
 MODELS = {
     "glm": GLM,
     "deepseek": DEEPSEEK,
+    "glm-moe": GLM | {"first_k_dense_replace": 1},
+    "deepseek-moe": DEEPSEEK | {"first_k_dense_replace": 1},
     "glm-mtp": GLM | {"num_nextn_predict_layers": 1},
     "deepseek-mtp": DEEPSEEK | {"num_nextn_predict_layers": 1},
 }
@@ -110,7 +112,9 @@ def _tensors(config: dict, generator: torch.Generator) -> Iterator[tuple[str, to
         for name, weight in lookup.attention(layer, owns_indexer[layer]).items():
             yield f"{prefix}self_attn.{name}", weight
         # It only has to run: what it adds is small.
-        for name, shape, scale in _mlp(f"{prefix}mlp.", hidden, config["intermediate_size"]):
+        dense = layer < config["first_k_dense_replace"]
+        mlp = _mlp(f"{prefix}mlp.", hidden, config["intermediate_size"]) if dense else _experts(f"{prefix}mlp.", config)
+        for name, shape, scale in mlp:
             yield name, _fill(shape, scale / 4, generator)
     if config["num_nextn_predict_layers"]:
         for name, shape, scale in _draft_layer(f"model.layers.{num_layers}.", config):
@@ -153,6 +157,15 @@ def _mlp(prefix: str, hidden: int, width: int) -> Iterator[tuple[str, tuple[int,
     yield f"{prefix}down_proj.weight", (hidden, width), 1.0
 
 
+def _experts(prefix: str, config: dict) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
+    hidden, experts, width = config["hidden_size"], config["n_routed_experts"], config["moe_intermediate_size"]
+    yield f"{prefix}gate.weight", (experts, hidden), 1.0
+    yield f"{prefix}gate.e_score_correction_bias", (experts,), 0.1
+    yield from _mlp(f"{prefix}shared_experts.", hidden, width * config["n_shared_experts"])
+    for expert in range(experts):
+        yield from _mlp(f"{prefix}experts.{expert}.", hidden, width)
+
+
 def _draft_layer(prefix: str, config: dict) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield f"{prefix}embed_tokens.weight", (vocab, hidden), 0.5 * hidden**0.5
@@ -162,12 +175,7 @@ def _draft_layer(prefix: str, config: dict) -> Iterator[tuple[str, tuple[int, ..
     yield f"{prefix}shared_head.norm.weight", (hidden,), None
     yield f"{prefix}shared_head.head.weight", (vocab, hidden), 4.0
     yield from _draft_attention(prefix, config)
-    experts, width = config["n_routed_experts"], config["moe_intermediate_size"]
-    yield f"{prefix}mlp.gate.weight", (experts, hidden), 1.0
-    yield f"{prefix}mlp.gate.e_score_correction_bias", (experts,), 0.1
-    yield from _mlp(f"{prefix}mlp.shared_experts.", hidden, width * config["n_shared_experts"])
-    for expert in range(experts):
-        yield from _mlp(f"{prefix}mlp.experts.{expert}.", hidden, width)
+    yield from _experts(f"{prefix}mlp.", config)
 
 
 if __name__ == "__main__":

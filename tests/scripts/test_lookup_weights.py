@@ -11,7 +11,7 @@ LENGTHS = (1, 2, 9, 65, 300)
 STEPS = 8
 
 
-@pytest.fixture(scope="module", params=["glm", "deepseek"])
+@pytest.fixture(scope="module", params=["glm", "deepseek", "glm-moe", "deepseek-moe"])
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     one_gpu_model.write_checkpoint(folder, request.param)
