@@ -56,7 +56,8 @@ class DecodeSetup:
         replicate_q_proj: TP-DCP computes the group's queries on every rank instead of gathering them.
         cp_decode_attn_tp: CP-DCP slices the attention weights by head in decode; else every rank projects all heads.
         row_split_selection: each rank of a DCP group scores and selects for its share of the rows. None, as the plugin
-            does: from 64 rows of a captured step on, which has the batch padded to a multiple of 8 (sglang's graphs).
+            does: every rank of the replica takes a share, from 64 rows of a captured step on, which has the batch
+            padded to a multiple of 8 (sglang's graphs).
     """
 
     tp_size: int = 8
@@ -113,15 +114,15 @@ def predict_step(
     else:
         # The stock schedule walks all 2,048 indices however many are valid.
         terms["attention"] = layers * interpolate(values["attend_stock_64"], batch)
-    row_split = dcp and setup.row_split_selection
+    row_split, sharing = dcp and setup.row_split_selection, n
     if dcp and setup.row_split_selection is None:
-        captured_rows = -(-batch // _CAPTURED_MULTIPLE) * _CAPTURED_MULTIPLE
-        row_split = captured_rows >= _SPLIT_ROWS and captured_rows % n == 0
-    rows = -(-batch // n) if row_split else batch
+        captured_rows, sharing = -(-batch // _CAPTURED_MULTIPLE) * _CAPTURED_MULTIPLE, setup.tp_size
+        row_split = captured_rows >= _SPLIT_ROWS and captured_rows % sharing == 0
+    rows = -(-batch // sharing) if row_split else batch
     selection = _select(values, rows, context) + values["slots_us"]
     if row_split:
         selection += values["row_split_us"]
-        terms["gather_selection"] = selections * _gather(values, n, rows * model.index_topk * 4)
+        terms["gather_selection"] = selections * _gather(values, sharing, rows * model.index_topk * 4)
     terms["selection"] = selections * selection
     if rows > values["rows_scored_at_once"]:
         # Read and written once more.
