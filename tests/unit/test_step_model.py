@@ -83,7 +83,6 @@ def predict_parts(dcp_size, batch, context, slots_us, left_out):
         (8, 16, 131072, 2.4, 3721),
         (8, 256, 131072, 2.9, 12465),
         # 2026-11-29, when slots were looked up by several operations.
-        (2, 64, 131072, 24.6, 10428),
         (4, 64, 32768, 24.1, 5950),
         (4, 256, 32768, 28.4, 12092),
     ],
