@@ -18,6 +18,7 @@ from nsa_dcp.sglang_plugin import machine_checks, server_command
 from nsa_dcp.sglang_plugin.machine_checks import FAILED, OK, SKIPPED, Check
 from nsa_dcp.sglang_plugin.probe import DEFAULT_TIMEOUT_S, Ask, Trials, Unanswered, list_trials
 from nsa_dcp.sglang_plugin.server_command import ServerCommand
+from nsa_dcp.sglang_plugin.stock_rules import find_stock_refusals
 from nsa_dcp.sglang_plugin.validation import (
     HOPPER,
     SPARSE_BACKEND,
@@ -189,14 +190,21 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str) -> Com
             "sglang was not used to read the command: only the flags that nsa-dcp judges were read"
             + (f", not {' '.join(command.unread)}" if command.unread else "")
         )
+    stock_checks = "sglang's own checks of its other flags are made when the server starts"
     if not concerns_us(settings, model, HOPPER):
+        refusals = find_stock_refusals(settings)
+        if refusals:
+            return CommandVerdict("sglang", (), tuple(refusals), tuple(notes))
         reason = (
-            "--dcp-size is 1" if settings.dcp_size <= 1 else f"{model.architecture or 'the model'} is not a DSA model"
+            "--dcp-size is 1" if settings.dcp_size == 1 else f"{model.architecture or 'the model'} is not a DSA model"
         )
         return CommandVerdict(
-            "sglang", (f"{reason}: nsa-dcp leaves this command to sglang as it is",), (), tuple(notes)
+            "sglang",
+            (f"{reason}: nsa-dcp leaves this command to sglang as it is",),
+            (),
+            (*notes, stock_checks),
         )
-    problems = tuple(find_problems(settings, model, HOPPER))
+    problems = tuple(find_problems(settings, model, HOPPER) or find_stock_refusals(settings))
     if problems:
         return CommandVerdict("nsa-dcp", (), problems, tuple(notes))
     cp, groups = settings.enable_prefill_cp, settings.tp_size // settings.dcp_size
@@ -213,7 +221,7 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str) -> Com
         f"KV cache: {settings.kv_cache_dtype}"
         + (", which sglang resolves to bfloat16 on Hopper" if settings.kv_cache_dtype == "auto" else ""),
     ]
-    return CommandVerdict("nsa-dcp", tuple(facts), (), tuple(notes))
+    return CommandVerdict("nsa-dcp", tuple(facts), (), (*notes, stock_checks))
 
 
 def format_check(check: Check) -> str:
@@ -243,7 +251,7 @@ def _given_model_facts(config: str | None, preset: str | None) -> tuple[ModelFac
 
 def _own_model_facts(command: ServerCommand) -> tuple[ModelFacts, str]:
     if command.settings.dcp_size <= 1:
-        return ModelFacts(is_dsa=False), "nothing: --dcp-size is 1"
+        return ModelFacts(is_dsa=False), f"nothing: --dcp-size is {command.settings.dcp_size}"
     if command.model_path is None:
         raise ValueError(
             "the command must name a model with --model-path, or give doctor --config or --preset, got neither"

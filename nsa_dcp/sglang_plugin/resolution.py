@@ -122,6 +122,8 @@ def read_command(server_args: Any) -> tuple[ServerSettings, ModelFacts, tuple[in
     same_name = (
         "dcp_size",
         "tp_size",
+        "dp_size",
+        "pp_size",
         "attn_dp_size",
         "attn_cp_size",
         "enable_prefill_cp",

@@ -18,12 +18,13 @@ from nsa_dcp.sglang_plugin.validation import ModelFacts, ServerSettings
 
 _LAUNCHERS = (("-m", "sglang.launch_server"), ("sglang", "serve"))
 _PRESET_ARCHITECTURES = {"glm-5.2": "GlmMoeDsaForCausalLM", "deepseek-v3.2": "DeepseekV32ForCausalLM"}
-# The spellings of sglang 0.5.23; `--tp` and `--dp` are the abbreviations people type.
+# The spellings of sglang 0.5.23; `--tp`, `--dp` and `--pp` are the abbreviations people type.
 _VALUE_FLAGS = {
     "model_path": (("--model-path", "--model"), str),
     "dcp_size": (("--dcp-size", "--decode-context-parallel-size"), int),
     "tp_size": (("--tp-size", "--tensor-parallel-size", "--tp"), int),
     "dp_size": (("--dp-size", "--data-parallel-size", "--dp"), int),
+    "pp_size": (("--pp-size", "--pipeline-parallel-size", "--pp"), int),
     "attn_dp_size": (("--attn-dp-size", "--attention-data-parallel-size"), int),
     "attn_cp_size": (("--attn-cp-size", "--attention-context-parallel-size"), int),
     "cp_strategy": (("--cp-strategy",), str),
@@ -124,6 +125,7 @@ def command_from_fields(
         given.setdefault("dp_size", 1)
         if given.get("attn_dp_size", 1) == 1:
             given["attn_dp_size"] = given["dp_size"]
+            given["dp_size"] = min(given["dp_size"], 1)
     both = given.get("attention_backend")
     given.setdefault("prefill_attention_backend", both)
     given.setdefault("decode_attention_backend", both)

@@ -15,6 +15,8 @@ class ServerSettings:
 
     dcp_size: int = 1
     tp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
     attn_dp_size: int = 1
     attn_cp_size: int = 1
     enable_prefill_cp: bool = False

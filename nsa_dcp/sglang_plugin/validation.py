@@ -7,8 +7,9 @@ imported.
 
 from __future__ import annotations
 
-from nsa_dcp.sglang_plugin.cp_validation import find_context_parallel_problems
+from nsa_dcp.sglang_plugin.cp_validation import SLICED_ARCHITECTURES, find_context_parallel_problems
 from nsa_dcp.sglang_plugin.server_settings import ModelFacts, Problem, ServerSettings
+from nsa_dcp.sglang_plugin.stock_rules import find_size_problems
 
 DSA_ATTENTION_BACKENDS = ("dsa", "nsa")
 SPARSE_BACKEND = "flashmla_kv"
@@ -47,14 +48,17 @@ def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple
     """
     if not concerns_us(settings, model, capability):
         return []
+    sizes = find_size_problems(settings)
     return [
+        *sizes,
         *_hardware_problems(capability),
         *_model_problems(model),
-        *_topology_problems(settings, model),
+        *([] if sizes else _topology_problems(settings, model)),
         *_backend_problems(settings),
         *_cache_problems(settings),
         *_speculation_problems(settings),
         *_feature_problems(settings),
+        *_context_parallel_flag_problems(settings, model),
     ]
 
 
@@ -235,7 +239,8 @@ def _cache_problems(settings: ServerSettings) -> list[Problem]:
                 f"use {' or '.join(KV_CACHE_DTYPES)}",
             )
         )
-    if settings.page_size not in (None, PAGE_SIZE):
+    # A page below 1 is among the sizes.
+    if settings.page_size not in (None, PAGE_SIZE) and settings.page_size > 0:
         problems.append(
             Problem(
                 f"--page-size {settings.page_size}",
@@ -258,7 +263,7 @@ def _speculation_problems(settings: ServerSettings) -> list[Problem]:
                 f"use {' or '.join(SPECULATIVE_ALGORITHMS)} with --speculative-eagle-topk 1",
             )
         )
-    if settings.speculative_eagle_topk not in (None, 1):
+    if settings.speculative_eagle_topk not in (None, 1) and settings.speculative_eagle_topk > 0:
         problems.append(
             Problem(
                 f"--speculative-eagle-topk {settings.speculative_eagle_topk}",
@@ -290,3 +295,27 @@ def _feature_problems(settings: ServerSettings) -> list[Problem]:
         "--enable-pdmux": (settings.enable_pdmux, "two streams would interleave their collectives on the DCP group"),
     }
     return [Problem(asked, reason, without) for asked, (on, reason) in refused.items() if on]
+
+
+def _context_parallel_flag_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem]:
+    """Flags of context parallelism that were given without it; with it they are judged in `cp_validation`."""
+    if settings.enable_prefill_cp:
+        return []
+    problems = []
+    if settings.enable_dsa_cache_layer_split:
+        problems.append(
+            Problem(
+                "--enable-dsa-cache-layer-split",
+                "it splits layers over context-parallel ranks, and a cache that is split by layers has no DCP owners",
+                "drop it: DCP itself spreads the cache",
+            )
+        )
+    if settings.enable_cp_decode_attn_tp and model.architecture not in SLICED_ARCHITECTURES:
+        problems.append(
+            Problem(
+                f"--enable-cp-decode-attn-tp with {model.architecture or 'an unknown architecture'}",
+                f"sglang slices the attention weights of {' and '.join(SLICED_ARCHITECTURES)} alone",
+                "drop it: it does nothing without --enable-prefill-cp",
+            )
+        )
+    return problems

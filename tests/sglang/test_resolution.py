@@ -143,3 +143,36 @@ def test_a_command_that_is_not_ours_resolves_exactly_as_without_us(model_path, m
     ours = declarations()
     monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
     assert ours == declarations()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dcp_size": 0},
+        {"dcp_size": -2},
+        {"dcp_comm_backend": "a2a"},
+        {"dcp_replicate_q_proj": True},
+        {"enable_prefill_cp": True},
+        {"attn_dp_size": 2, "dp_size": 2},
+        {"attn_cp_size": 3},
+        {"enable_dsa_cache_layer_split": True},
+    ],
+    ids=lambda settings: "-".join(f"{name}={value}" for name, value in settings.items()),
+)
+def test_what_doctor_says_sglang_refuses_sglang_refuses(resolve, settings):
+    from nsa_dcp.sglang_plugin.server_settings import ServerSettings
+    from nsa_dcp.sglang_plugin.stock_rules import find_stock_refusals
+
+    settings = {"tp_size": 4, "attention_backend": "nsa"} | settings
+    judged = {name: value for name, value in settings.items() if name != "attention_backend"}
+    assert find_stock_refusals(ServerSettings(**judged))
+    with pytest.raises((ValueError, AssertionError)) as refusal:
+        resolve(**settings)
+    assert "nsa-dcp" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("field", ["tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "page_size"])
+def test_a_size_below_1_is_refused_by_name_in_the_server(resolve, field):
+    sizes = {"tp_size": 4, "dcp_size": 4} | {field: 0}
+    with pytest.raises(ValueError, match=f"nsa-dcp cannot serve .*--{field.replace('_', '-')} 0: it must be"):
+        resolve(attention_backend="nsa", **sizes)

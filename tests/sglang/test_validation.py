@@ -3,8 +3,9 @@
 import dataclasses
 
 import pytest
-from served_settings import DEEPSEEK, GLM, HOPPER, TP_DCP
+from served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP
 
+from nsa_dcp.sglang_plugin.stock_rules import find_stock_refusals
 from nsa_dcp.sglang_plugin.validation import (
     ModelFacts,
     concerns_us,
@@ -111,6 +112,65 @@ def test_gathered_heads_up_to_128_are_served(model, tp_size, attn_dp_size, dcp_s
     assert find_problems(served(tp_size=tp_size, attn_dp_size=attn_dp_size, dcp_size=dcp_size), model, HOPPER) == []
     if gathered:
         assert head_bucket(gathered) == gathered
+
+
+@pytest.mark.parametrize("size", [0, -1, -8])
+@pytest.mark.parametrize(
+    "field",
+    ["tp_size", "dp_size", "pp_size", "attn_dp_size", "attn_cp_size", "page_size", "speculative_eagle_topk"],
+)
+@pytest.mark.parametrize("base", [TP_DCP, CP_DCP], ids=["tp-dcp", "cp-dcp"])
+def test_a_size_below_1_is_refused_by_its_name_alone(base, field, size):
+    settings = dataclasses.replace(base, speculative_algorithm="EAGLE", **{field: size})
+    (problem,) = find_problems(settings, GLM, HOPPER)
+    assert problem.asked == f"--{field.replace('_', '-')} {size}"
+    assert "at least 1" in problem.reason
+
+
+def test_sizes_below_1_do_not_hide_the_other_problems():
+    problems = find_problems(served(tp_size=0, attn_dp_size=-2, page_size=0, enable_hisparse=True), GLM, HOPPER)
+    assert [problem.asked for problem in problems] == [
+        "--tp-size 0",
+        "--attn-dp-size -2",
+        "--page-size 0",
+        "--enable-hisparse",
+    ]
+
+
+def test_flags_of_context_parallelism_are_judged_without_it_too():
+    (split,) = find_problems(served(enable_dsa_cache_layer_split=True), GLM, HOPPER)
+    assert split.asked == "--enable-dsa-cache-layer-split"
+    (sliced,) = find_problems(served(enable_cp_decode_attn_tp=True), DEEPSEEK, HOPPER)
+    assert sliced.asked == "--enable-cp-decode-attn-tp with DeepseekV32ForCausalLM"
+    assert find_problems(served(enable_cp_decode_attn_tp=True), GLM, HOPPER) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({"dcp_size": 0}, "--dcp-size 0"),
+        ({"dcp_size": -2}, "--dcp-size -2"),
+        ({"dcp_comm_backend": "a2a"}, "--dcp-comm-backend a2a with --dcp-size 1"),
+        ({"dcp_replicate_q_proj": True}, "--dcp-replicate-q-proj with --dcp-size 1"),
+        ({"enable_prefill_cp": True}, "--enable-prefill-cp without --cp-strategy"),
+        ({"attn_dp_size": 2, "dp_size": 2}, "--dp-size 2 with --attn-dp-size 2"),
+        ({"attn_cp_size": 3}, "--tp-size 8 --attn-dp-size 1 --attn-cp-size 3"),
+        ({"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_sglangs_own_refusals_are_known(changes, asked):
+    stock = dataclasses.replace(TP_DCP, dcp_size=1)
+    assert find_stock_refusals(stock) == []
+    (problem,) = find_stock_refusals(dataclasses.replace(stock, **changes))
+    assert problem.asked == asked
+    assert problem.reason and problem.instead
+
+
+def test_a_cache_split_by_layers_on_a_prefill_worker_is_left_to_sglang():
+    worker = {"disaggregation_mode": "prefill", "enable_prefill_cp": True, "cp_strategy": "interleave"}
+    settings = served(dcp_size=1, enable_dsa_cache_layer_split=True, **worker)
+    assert find_stock_refusals(settings) == []
 
 
 def test_more_gathered_heads_than_a_kernel_takes_are_refused():

@@ -77,6 +77,47 @@ def test_a_command_without_dcp_is_left_to_sglang(run):
     assert (status, verdict["served_by"]) == (0, "sglang")
 
 
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        (["--tp", "0"], ["--tp-size 0"]),
+        (["--tp", "-8"], ["--tp-size -8"]),
+        (["--attn-dp-size", "0"], ["--attn-dp-size 0"]),
+        (["--attn-cp-size", "-1"], ["--attn-cp-size -1"]),
+        (["--pp-size", "0"], ["--pp-size 0"]),
+        (["--page-size", "-64"], ["--page-size -64"]),
+        (["--dcp-size", "0"], ["--dcp-size 0"]),
+        (["--dcp-size", "-2"], ["--dcp-size -2"]),
+        (["--dcp-size", "1", "--tp", "0"], ["--tp-size 0"]),
+        (["--dp-size", "0", "--enable-dp-attention"], ["--dp-size 0", "--attn-dp-size 0"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0] in ("--tp", "--dcp-size") else "",
+)
+def test_a_size_below_1_is_refused_by_name(run, flags, asked):
+    status, verdict = judge(run, *flags)
+    assert (status, [problem["asked"] for problem in verdict["problems"]]) == (1, asked)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--enable-dsa-cache-layer-split"],
+        ["--dcp-size", "1", "--enable-dsa-cache-layer-split"],
+        ["--dcp-size", "1", "--dcp-comm-backend", "a2a"],
+        ["--dcp-size", "4", "--attn-dp-size", "2", "--dp-size", "2"],
+    ],
+    ids=" ".join,
+)
+def test_what_sglang_itself_refuses_would_not_start(run, flags):
+    status, verdict = judge(run, *flags)
+    assert (status, verdict["refused"], len(verdict["problems"])) == (1, True, 1)
+
+
+def test_a_command_that_would_start_says_what_was_not_checked(run):
+    for flags in ([], ["--dcp-size", "1"]):
+        assert "sglang's own checks of its other flags" in judge(run, *flags)[1]["notes"][-1]
+
+
 def test_attention_dp_narrows_the_dcp_group(run):
     status, verdict = judge(run, "--dp-size", "2", "--enable-dp-attention")
     assert status == 1
@@ -86,7 +127,7 @@ def test_attention_dp_narrows_the_dcp_group(run):
 
 def test_the_partial_parser_says_what_it_did_not_read(run):
     _, verdict = judge(run, "--quantization", "w4afp8")
-    assert "not --quantization w4afp8" in verdict["notes"][-1]
+    assert "not --quantization w4afp8" in verdict["notes"][-2]
 
 
 @pytest.mark.parametrize(
