@@ -23,6 +23,7 @@ class ModelDims:
 
     Args:
         name: what the tables and plots call it.
+        architecture: the config's first of `architectures`; empty if it names none.
         source: where the numbers come from: a path, or the public source of a preset.
         indexer_layers: layers that own an indexer, ascending; the others reuse the selection of the one before.
         max_context: longest context the checkpoint was made for, in tokens.
@@ -40,6 +41,7 @@ class ModelDims:
     index_topk: int
     indexer_layers: tuple[int, ...]
     max_context: int
+    architecture: str = ""
     draft_layers_in_checkpoint: int = 0
     hidden_size: int | None = None
     q_lora_rank: int | None = None
@@ -85,6 +87,7 @@ _STEP_FIELDS = (
 )
 
 _GLM_52 = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
     "num_hidden_layers": 78,
     "num_attention_heads": 64,
     "kv_lora_rank": 512,
@@ -109,6 +112,7 @@ _GLM_52 = {
     "vocab_size": 154880,
 }
 _DEEPSEEK_V32 = {
+    "architectures": ["DeepseekV32ForCausalLM"],
     "num_hidden_layers": 61,
     "num_attention_heads": 128,
     "kv_lora_rank": 512,
@@ -131,7 +135,7 @@ _DEEPSEEK_V32 = {
     "vocab_size": 129280,
 }
 # name -> (config, source, bytes per routed-expert weight, bytes per other weight)
-_PRESETS: dict[str, tuple[dict[str, int], str, float, float]] = {
+_PRESETS: dict[str, tuple[dict[str, object], str, float, float]] = {
     "glm-5.2": (
         _GLM_52,
         "transformers 5.24 GlmMoeDsaConfig; 21 of 78 indexers at layers 0, 1, 2, then every 4th: ROCm/ATOM#1260; "
@@ -187,6 +191,7 @@ def dims_from_config(
     dense_bytes: float = 1.0,
 ) -> ModelDims:
     """Dimensions from the fields of a `config.json`; errors as `read_config`."""
+    architectures = config.get("architectures")
     if "num_hidden_layers" not in config and isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]  # a multimodal wrapper around a DSA language model
     missing = [field for field in _REQUIRED if config.get(field) is None]
@@ -213,6 +218,7 @@ def dims_from_config(
         name=name,
         source=source,
         max_context=values.pop("max_position_embeddings"),
+        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else "",
         indexer_layers=indexer_layers(config, source=source),
         draft_layers_in_checkpoint=_natural(config, "num_nextn_predict_layers", source),
         expert_bytes=expert_bytes,

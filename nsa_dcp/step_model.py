@@ -53,7 +53,7 @@ class DecodeSetup:
         tp_size: GPUs of the replica; in CP-DCP also the context-parallel size, and then dcp_size must equal it.
         dcp_size: GPUs that share a request's latent cache.
         comm_backend: `a2a` or `ag_rs`.
-        replicate_q_proj: TP-DCP computes the group's queries on every rank instead of gathering them.
+        replicate_q_proj: TP-DCP computes the group's queries on every rank, not gathers them. None: with `a2a` alone.
         cp_decode_attn_tp: CP-DCP slices the attention weights by head in decode; else every rank projects all heads.
         row_split_selection: each rank of a DCP group scores and selects for its share of the rows. None, as the plugin
             does: every rank of the replica takes a share, from 64 rows of a captured step on, which has the batch
@@ -63,9 +63,14 @@ class DecodeSetup:
     tp_size: int = 8
     dcp_size: int = 8
     comm_backend: str = "a2a"
-    replicate_q_proj: bool = True
+    replicate_q_proj: bool | None = None
     cp_decode_attn_tp: bool = True
     row_split_selection: bool | None = None
+
+    @property
+    def replicates_q_proj(self) -> bool:
+        """`replicate_q_proj` as sglang resolves it."""
+        return self.comm_backend == "a2a" if self.replicate_q_proj is None else self.replicate_q_proj
 
 
 def predict_step(
@@ -103,7 +108,7 @@ def predict_step(
         terms["attention"] = layers * _attend_planned(values, heads, batch, valid)
         terms["localize"] = selections * interpolate(values["localize"], batch)
         terms["combine"] = layers * interpolate(values["combine"], batch * heads, extend=True)
-        replicated = mode == "tp_dcp" and setup.replicate_q_proj
+        replicated = mode == "tp_dcp" and setup.replicates_q_proj
         if sliced and not replicated:
             query_bytes = batch * local_heads * model.latent_dim * 2
             terms["gather_q"] = layers * _gather(values, n, query_bytes)
@@ -181,7 +186,7 @@ def predict_report(
     return {
         "kind": "predicted",
         "model": model.name,
-        "setup": asdict(setup),
+        "setup": asdict(setup) | {"replicate_q_proj": setup.replicates_q_proj},
         "modes": list(modes),
         "kv_cache_dtype": kv_cache_dtype,
         "pool_tokens": tokens,
@@ -322,7 +327,7 @@ def _weight_bytes(model: ModelDims, setup: DecodeSetup, values, mode: str, batch
     q_parts = out_parts = tp
     if mode == "cp_dcp" and not setup.cp_decode_attn_tp:
         q_parts = out_parts = 1
-    elif mode == "tp_dcp" and setup.replicate_q_proj:
+    elif mode == "tp_dcp" and setup.replicates_q_proj:
         q_parts = tp // setup.dcp_size
     attention = replicated + q_side / q_parts + out_side / out_parts
     indexer = m.index_n_heads * (m.q_lora_rank * 128 + m.hidden_size) + m.hidden_size * 128
@@ -350,6 +355,11 @@ def _check(model: ModelDims, setup: DecodeSetup, mode: str, batch: int, context:
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if setup.replicate_q_proj and setup.comm_backend != "a2a":
+        raise ValueError(
+            f"replicate_q_proj must be off with comm_backend {setup.comm_backend}, got on: sglang replicates the query "
+            "projection for the all-to-all merge alone"
+        )
     if batch > MAX_BATCH:
         raise ValueError(f"batch must be at most {MAX_BATCH}, the largest that was measured, got {batch}")
     if setup.tp_size % setup.dcp_size:
@@ -380,6 +390,8 @@ def _check(model: ModelDims, setup: DecodeSetup, mode: str, batch: int, context:
         raise ValueError(
             f"config must have {', '.join(missing)} to count weights, got a config without ({model.source})"
         )
+    if context > model.max_context:
+        raise ValueError(f"context must be at most {model.max_context}, the longest of {model.name}, got {context}")
     heads = model.num_attention_heads // setup.tp_size
     if heads > 64:
         raise NotImplementedError(f"heads per TP rank must be at most 64, the measured tables', got {heads}")

@@ -147,7 +147,7 @@ def format_shares(records: Sequence[dict], reports: Sequence[dict], dims: ModelD
         for one in sorted(records, key=lambda one: one["rows"]):
             if one["ranks"] == setup.tp_size:
                 times.setdefault(one["part"], {})[one["rows"]] = one["us"]
-        replicated = mode == "tp_dcp" and setup.replicate_q_proj
+        replicated = mode == "tp_dcp" and setup.replicates_q_proj
         counts = count_per_step(config, dims, replicated, setup.comm_backend)
         for step in report["decode"]:
             shares = share_of_step(counts, times, step["running"], step["step_us"])

@@ -35,12 +35,11 @@ def setup_of(report: Mapping) -> tuple[str, DecodeSetup]:
     mode = "tp" if dcp_size == 1 else "cp_dcp" if context_parallel else "tp_dcp"
     named = {"a2a", "ag_rs"} & options
     backend = named.pop() if named else resolved.get("dcp_comm_backend") or "a2a"
-    replicated = resolved.get("dcp_replicate_q_proj")
     return mode, DecodeSetup(
         tp_size=tp_size,
         dcp_size=dcp_size,
         comm_backend=backend,
-        replicate_q_proj=backend == "a2a" if replicated is None else bool(replicated),
+        replicate_q_proj=resolved.get("dcp_replicate_q_proj"),
         cp_decode_attn_tp="slice" in options,
     )
 

@@ -27,8 +27,9 @@ def report(config, decode, **resolved):
     ("config", "resolved", "mode", "expected"),
     [
         ("tp2-dcp1", {}, "tp", {"dcp_size": 1}),
-        ("tp2-dcp2-a2a-profile", {"dcp_replicate_q_proj": True}, "tp_dcp", {"replicate_q_proj": True}),
-        ("tp2-dcp2-ag_rs", {"dcp_replicate_q_proj": None}, "tp_dcp", {"replicate_q_proj": False}),
+        ("tp2-dcp2-a2a-profile", {"dcp_replicate_q_proj": True}, "tp_dcp", {"replicates_q_proj": True}),
+        ("tp2-dcp2-a2a", {"dcp_replicate_q_proj": None}, "tp_dcp", {"replicates_q_proj": True}),
+        ("tp2-dcp2-ag_rs", {"dcp_replicate_q_proj": None}, "tp_dcp", {"replicates_q_proj": False}),
         ("tp2-dcp2-a2a-noqrep", {"dcp_replicate_q_proj": False}, "tp_dcp", {"replicate_q_proj": False}),
         ("tp2-dcp2", {"dcp_comm_backend": "ag_rs"}, "tp_dcp", {"comm_backend": "ag_rs"}),
         ("tp4-dcp4-cpi-slice", {}, "cp_dcp", {"cp_decode_attn_tp": True, "tp_size": 4}),
