@@ -8,10 +8,15 @@ import sys
 from pathlib import Path
 
 from nsa_dcp import capacity, step_model
+from nsa_dcp.dtype_argument import dtype_argument, dtype_metavar
 from nsa_dcp.model_dims import PRESETS, ModelDims, preset_dims, read_config
+from nsa_dcp.output_path import check_output_file
 
 _PLAN_HELP = "tokens held at each dcp size"
 _MODEL_HELP = "predicted decode step of TP, TP-DCP and CP-DCP"
+_PLAN_DTYPES = (*capacity.KV_CACHE_DTYPES, "both")
+_SERVED_PAGE_SIZE = 64
+_UNSLICED = ("DeepseekV32ForCausalLM",)  # sglang slices GLM's alone: sglang_plugin/cp_validation.py
 
 
 def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -29,7 +34,9 @@ def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.Argument
     parser.add_argument(
         "--weights-gib", type=float, default=0.0, help="static memory of one GPU beside the pools; default 0"
     )
-    parser.add_argument("--kv-cache-dtype", choices=[*capacity.KV_CACHE_DTYPES, "both"], default="both")
+    parser.add_argument(
+        "--kv-cache-dtype", type=dtype_argument(_PLAN_DTYPES), metavar=dtype_metavar(_PLAN_DTYPES), default="both"
+    )
     parser.add_argument("--dcp-size", type=int, action="append", help="only this dcp size; may be repeated")
     parser.add_argument("--tp-size", type=int, default=8)
     parser.add_argument("--attn-dp-size", type=int, default=1, help="attention data-parallel shards inside tp-size")
@@ -54,7 +61,17 @@ def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.Argument
 def run_plan(args: argparse.Namespace) -> int:
     """Print the plan; 0, or 2 with one sentence on stderr when an argument or config is wrong."""
     try:
+        check_output_file("--plot", args.plot)
+        if args.page_size != _SERVED_PAGE_SIZE:
+            raise NotImplementedError(
+                f"page_size must be {_SERVED_PAGE_SIZE}, the pages of the index-key cache and of FlashMLA, "
+                f"got {args.page_size}"
+            )
         model = _model(args)
+        if args.context is not None and args.context > model.max_context:
+            raise ValueError(
+                f"context must be at most {model.max_context}, the longest of {model.name}, got {args.context}"
+            )
         dtypes = capacity.KV_CACHE_DTYPES if args.kv_cache_dtype == "both" else (args.kv_cache_dtype,)
         result = capacity.plan(
             model,
@@ -151,7 +168,13 @@ def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
         help="each rank scores and selects for 1/dcp of the rows; default, as the plugin: from 64 rows of a "
         "captured step on",
     )
-    parser.add_argument("--kv-cache-dtype", choices=capacity.KV_CACHE_DTYPES, default="fp8_e4m3", help="for what fits")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        type=dtype_argument(capacity.KV_CACHE_DTYPES),
+        metavar=dtype_metavar(capacity.KV_CACHE_DTYPES),
+        default="fp8_e4m3",
+        help="for what fits",
+    )
     parser.add_argument(
         "--gpu-memory-gib", type=float, help="pool memory of one GPU: limits each mode's batch to what fits"
     )
@@ -170,15 +193,14 @@ def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
 def run_model(args: argparse.Namespace) -> int:
     """Print predicted steps; 0, or 2 with one sentence on stderr when an argument or config is wrong."""
     try:
+        check_output_file("--plot", args.plot)
         model = _model(args)
         inputs = step_model.override_inputs(step_model.measured_inputs(model), args.set, args.tables)
         setup = step_model.DecodeSetup(
             tp_size=args.tp_size,
             dcp_size=args.dcp_size,
             comm_backend=args.dcp_comm_backend,
-            replicate_q_proj=args.dcp_comm_backend == "a2a"
-            if args.dcp_replicate_q_proj is None
-            else args.dcp_replicate_q_proj,
+            replicate_q_proj=args.dcp_replicate_q_proj,
             cp_decode_attn_tp=args.cp_decode_attn_tp,
             row_split_selection=args.row_split_selection,
         )
@@ -191,7 +213,16 @@ def run_model(args: argparse.Namespace) -> int:
             plot_crossover(report, args.plot)
     except (ValueError, NotImplementedError, RuntimeError, OSError) as error:
         return _refuse("model", error)
-    print(json.dumps(report, indent=2) if args.json else step_model.format_report(report, show_inputs=args.show_inputs))
+    report["notes"] = []
+    if "cp_dcp" in report["modes"] and setup.cp_decode_attn_tp and model.architecture in _UNSLICED:
+        report["notes"].append(
+            f"CP-DCP here is a what-if: sglang does not slice {model.architecture}'s attention weights in decode; what "
+            "is served is --no-cp-decode-attn-tp"
+        )
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join([step_model.format_report(report, show_inputs=args.show_inputs), *report["notes"]]))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The `nsa-dcp` command."""
+"""Decode context parallelism for DeepSeek Sparse Attention: plan it, predict it, check a server, or try it out."""
 
 import argparse
 import os
@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         # The reader has seen enough, as in `nsa-dcp plan ... | head`. Python would complain once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        print(f"nsa-dcp: {error}", file=sys.stderr)
+    except (ValueError, NotImplementedError, RuntimeError, OSError) as error:
+        print(f"nsa-dcp {words[0]}: {error}", file=sys.stderr)
         return 2
 
 

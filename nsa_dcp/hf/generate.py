@@ -9,9 +9,13 @@ from pathlib import Path
 
 from nsa_dcp.config import COMM_BACKENDS, KV_CACHE_DTYPES, MODES, SELECTIONS, CacheConfig, DcpConfig
 from nsa_dcp.cp_layout import STRATEGIES
+from nsa_dcp.dtype_argument import dtype_argument, dtype_metavar
 from nsa_dcp.layout import pages_for, widened_page_size
+from nsa_dcp.output_path import check_output_file
 
 _PROGRESS_EVERY_S = 2.0
+_LONGEST_TIMEOUT_S = 86400.0
+_DTYPES = ("auto", "float64", "float32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,12 @@ def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--dcp-size", type=int, default=1, help="ranks that share each request's latents")
     add("--mode", choices=MODES, default="tp", help="tp: head-sharded; cp: prompts token-sharded")
     add("--cp-strategy", choices=STRATEGIES, default="interleave")
-    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="fp8_e4m3")
+    add(
+        "--kv-cache-dtype",
+        type=dtype_argument(KV_CACHE_DTYPES),
+        metavar=dtype_metavar(KV_CACHE_DTYPES),
+        default="fp8_e4m3",
+    )
     add("--chunked-prefill-size", type=int, default=8192, help="new prompt tokens in one step")
     add("--max-total-tokens", type=int, help="tokens that the pool holds; default: all prompts at once")
     add("--dcp-comm-backend", choices=COMM_BACKENDS, default="a2a")
@@ -49,7 +58,8 @@ def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add(
         "--dtype",
-        choices=("auto", "float64", "float32", "bf16"),
+        type=dtype_argument(_DTYPES),
+        metavar=dtype_metavar(_DTYPES),
         default="auto",
         help="of weights and activations; attention on cuda is bf16 in any case. auto: bf16 on cuda; on cpu float32, "
         "and float64 with a rounding cache, so that a byte never depends on the order of a sum",
@@ -83,6 +93,9 @@ def run_generate(args: argparse.Namespace) -> int:
     for name in ("max_new_tokens", "chunked_prefill_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+    if not 0 < args.timeout <= _LONGEST_TIMEOUT_S:
+        raise ValueError(f"timeout must be above 0 and at most {_LONGEST_TIMEOUT_S:g}, got {args.timeout:g}")
+    check_output_file("--json", args.json)
     written = read_prompts(args.prompts)
     directory = resolve_checkpoint(args.model, args.seed)
     shape, eos_ids, vocab_size = read_shape(directory)
@@ -127,13 +140,20 @@ def run_generate(args: argparse.Namespace) -> int:
     }
     text = json.dumps(report, indent=2)
     if args.json:
-        args.json.write_text(text + "\n")
+        _write(args.json, text)
     else:
         print(text)
     if difference:
         print(f"nsa-dcp generate: the unmodified model differs: {difference}", file=sys.stderr)
         return 1
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n")
+    except OSError as error:
+        raise RuntimeError(f"--json needs a file that can be written, found {path}: {error.strerror}") from error
 
 
 def generate_on_rank(rank: int, send, job: GenerateJob) -> dict:

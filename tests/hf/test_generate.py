@@ -51,6 +51,52 @@ def test_the_report_has_tokens_and_what_each_rank_holds(checkpoint, prompts_file
         assert rank["index_key_bytes"] == tokens * 132 * 2  # layers 0 and 2 own an indexer
 
 
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (["--json", "/nowhere/x.json"], "--json must be a file that can be written, got /nowhere/x.json: there is no"),
+        (["--json", "/"], "--json must be a file that can be written, got /: that is a directory"),
+        (["--timeout", "0"], "timeout must be above 0 and at most 86400, got 0"),
+        (["--timeout", "-1"], "timeout must be above 0"),
+        (["--timeout", "nan"], "timeout must be above 0"),
+        (["--timeout", "inf"], "timeout must be above 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_work_is_refused_before_the_run(checkpoint, prompts_file, monkeypatch, capsys, options, refusal):
+    def no_run(*_, **__):
+        raise AssertionError("the ranks were started")
+
+    monkeypatch.setattr("nsa_dcp.launcher.run_ranks", no_run)
+    assert run("--model", checkpoint, "--prompts", prompts_file([[5]]), *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"nsa-dcp generate: {refusal}") and error.count("\n") == 1
+
+
+def test_a_result_that_can_no_longer_be_written_is_one_sentence(
+    checkpoint, prompts_file, tmp_path, monkeypatch, capsys
+):
+    def lose_the_folder(*_, **__):
+        (tmp_path / "results").rmdir()
+        return [{"output_ids": [[1]], "usage": {}}]
+
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr("nsa_dcp.launcher.run_ranks", lose_the_folder)
+    path = tmp_path / "results" / "x.json"
+    assert run("--model", checkpoint, "--prompts", prompts_file([[5]]), "--json", str(path)) == 2
+    error = capsys.readouterr().err
+    assert f"--json needs a file that can be written, found {path}: No such file" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--kv-cache-dtype", "--dtype"])
+def test_sglangs_spelling_of_a_dtype_is_understood(option):
+    words = ["generate", "--model", "m", "--prompts", "p", option]
+    ours, theirs = (build_parser("generate").parse_args([*words, spelling]) for spelling in ("bf16", "bfloat16"))
+    ours.run = theirs.run = None
+    assert ours == theirs
+
+
 def test_check_fails_and_names_the_first_difference(checkpoint, prompts_file, monkeypatch, capsys):
     honest = unmodified.generate_unmodified
 
@@ -107,7 +153,7 @@ REFUSALS = {
 def test_a_refusal_is_one_sentence_and_exit_status_two(words, message, checkpoint, prompts_file, capsys):
     assert run("--model", checkpoint, "--prompts", prompts_file([[5, 6, 7]]), *words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("nsa-dcp: ") and "Traceback" not in error
+    assert error.startswith("nsa-dcp generate: ") and "Traceback" not in error
     assert error.count("\n") == 1
     assert re.search(message, error)
 
@@ -115,7 +161,7 @@ def test_a_refusal_is_one_sentence_and_exit_status_two(words, message, checkpoin
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused(checkpoint, prompts_file, capsys):
     assert run("--model", checkpoint, "--prompts", prompts_file([[5]]), "--device", "cuda") == 2
-    assert capsys.readouterr().err == "nsa-dcp: device cuda needs a Hopper GPU, found none: use --device cpu\n"
+    assert capsys.readouterr().err == "nsa-dcp generate: device cuda needs a Hopper GPU, found none: use --device cpu\n"
 
 
 PROMPT_FILES = {

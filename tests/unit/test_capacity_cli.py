@@ -8,6 +8,9 @@ import sys
 import pytest
 
 from nsa_dcp.capacity_cli import add_model_parser, add_plan_parser
+from nsa_dcp.model_dims import preset_dims
+from nsa_dcp.sglang_plugin.validation import HOPPER, ModelFacts, ServerSettings, find_problems
+from nsa_dcp.step_model import DecodeSetup, measured_inputs, predict_step
 
 
 @pytest.fixture
@@ -95,6 +98,18 @@ def test_plan_reads_a_config(run, tmp_path):
         ((*PLAN, "--dcp-size", "0"), "dcp_size must be a positive integer, got 0"),
         ((*PLAN, "--plot", "x.gif"), "plot must end in .png or .svg, got 'x.gif'"),
         ((*MODEL[:-1], "0"), "context must be a positive integer, got 0"),
+        ((*MODEL[:-1], "99999999"), "context must be at most 1048576, the longest of glm-5.2, got 99999999"),
+        ((*PLAN, "--context", "99999999"), "context must be at most 1048576, the longest of glm-5.2, got 99999999"),
+        ((*PLAN, "--page-size", "32"), "page_size must be 64"),
+        (
+            (*PLAN, "--plot", "/nowhere/x.png"),
+            "--plot must be a file that can be written, got /nowhere/x.png: there is",
+        ),
+        (
+            (*MODEL, "--plot", "/nowhere/x.png"),
+            "--plot must be a file that can be written, got /nowhere/x.png: there is",
+        ),
+        ((*PLAN, "--plot", "/"), "--plot must be a file that can be written, got /: that is a directory"),
         ((*MODEL, "--set", "x=1"), "set must be NAME=VALUE"),
         (("model", "--preset", "deepseek-v3.2", "--tp-size", "1", "--dcp-size", "1"), "heads per TP rank"),
     ],
@@ -104,6 +119,45 @@ def test_a_mistake_is_one_sentence_on_stderr_and_status_2(run, argv, message):
     assert (status, out) == (2, "")
     assert err.startswith(f"nsa-dcp {argv[0]}: ") and err.count("\n") == 1
     assert message in err
+
+
+def test_model_refuses_a_replicated_projection_for_the_plugins_reason(run):
+    glm = ModelFacts(
+        is_dsa=True,
+        architecture="GlmMoeDsaForCausalLM",
+        num_attention_heads=64,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        index_topk=2048,
+    )
+    asked = ServerSettings(tp_size=8, dcp_size=8, dcp_comm_backend="ag_rs", dcp_replicate_q_proj=True)
+    (problem,) = find_problems(asked, glm, HOPPER)
+    status, out, err = run(*MODEL, "--dcp-comm-backend", "ag_rs", "--dcp-replicate-q-proj")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert problem.reason in err
+
+
+def test_sglangs_spelling_of_a_cache_dtype_is_understood(run):
+    assert run(*PLAN, "--kv-cache-dtype", "bfloat16") == run(*PLAN, "--kv-cache-dtype", "bf16")
+    limits = (*MODEL, "--gpu-memory-gib", "40")
+    assert run(*limits, "--kv-cache-dtype", "bfloat16") == run(*limits, "--kv-cache-dtype", "bf16")
+
+
+@pytest.mark.parametrize("command", [PLAN, MODEL], ids=["plan", "model"])
+def test_an_unknown_cache_dtype_is_refused_with_every_spelling(run, capsys, command):
+    with pytest.raises(SystemExit):
+        run(*command, "--kv-cache-dtype", "fp8_e5m2")
+    refusal = capsys.readouterr().err
+    assert "must be one of fp8_e4m3, bf16" in refusal and "bfloat16, got 'fp8_e5m2'" in refusal
+
+
+def test_model_says_that_a_slice_sglang_does_not_make_is_a_what_if(run):
+    deepseek = ("model", "--preset", "deepseek-v3.2", "--batch", "8", "--context", "4096")
+    assert "CP-DCP here is a what-if: sglang does not slice DeepseekV32ForCausalLM's" in run(*deepseek)[1]
+    assert json.loads(run(*deepseek, "--json")[1])["notes"]
+    assert "what-if" not in run(*deepseek, "--no-cp-decode-attn-tp")[1]
+    assert "what-if" not in run(*deepseek, "--dcp-size", "4")[1]
+    assert "what-if" not in run(*MODEL)[1]
 
 
 def test_config_and_preset_exclude_each_other(run):
@@ -145,6 +199,20 @@ def test_model_replicates_the_q_projection_with_a2a_unless_told_otherwise(run):
     assert setup() is True
     assert setup("--dcp-comm-backend", "ag_rs") is False
     assert setup("--no-dcp-replicate-q-proj") is False
+
+
+def test_a_setup_replicates_the_q_projection_with_a2a_alone_unless_told_otherwise():
+    glm = preset_dims("glm-5.2")
+
+    def step(backend, replicated):
+        setup = DecodeSetup(comm_backend=backend, replicate_q_proj=replicated)
+        return predict_step(glm, setup, measured_inputs(glm), "tp_dcp", 64, 32768)
+
+    assert step("a2a", None) == step("a2a", True) != step("a2a", False)
+    assert step("ag_rs", None) == step("ag_rs", False)
+    assert step("ag_rs", None)["gather_q"] > 0 == step("a2a", None)["gather_q"]
+    with pytest.raises(ValueError, match="replicate_q_proj must be off with comm_backend ag_rs, got on"):
+        step("ag_rs", True)
 
 
 def test_planning_imports_neither_torch_nor_matplotlib():

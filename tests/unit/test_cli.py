@@ -25,6 +25,36 @@ def test_a_refusal_goes_to_standard_error_without_a_traceback(capsys):
     assert "gpu_memory_gib must be" in printed.err and "Traceback" not in printed.err
 
 
+def test_the_command_says_what_it_is_for():
+    description = build_parser().description
+    assert "Decode context parallelism" in description and description.endswith(".") and description.count(".") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--preset", "glm-9", "--gpu-memory-gib", "1"],
+        ["model", "--preset", "glm-9"],
+        ["doctor", "--command-only"],
+        ["generate", "--model", "tiny-glm-dsa", "--prompts", "/nowhere"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_every_refusal_begins_with_the_command(words, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"nsa-dcp {words[0]}: ") and error.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(capsys, monkeypatch):
+    def fail(_):
+        raise PermissionError(13, "Permission denied", "secret.json")
+
+    monkeypatch.setattr("nsa_dcp.capacity_cli.run_plan", fail)
+    assert main(["plan", "--preset", "glm-5.2", "--gpu-memory-gib", "1"]) == 2
+    assert capsys.readouterr().err == "nsa-dcp plan: [Errno 13] Permission denied: 'secret.json'\n"
+
+
 def test_a_reader_that_leaves_early_is_no_error():
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     command = [sys.executable, "-m", "nsa_dcp.cli", "plan", "--preset", "glm-5.2", "--gpu-memory-gib", "60", "--json"]
