@@ -28,6 +28,7 @@ from kernel_timing import Timing, time_calls
 from nsa_dcp import comm
 from nsa_dcp.launcher import run_ranks
 from nsa_dcp.model_dims import PRESETS, ModelDims, preset_dims, read_config
+from nsa_dcp.output_path import check_output_file
 
 _CALLS, _REPLAYS, _COLLECTIVE_TIMEOUT_S = 8, 15, 60.0
 _DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -173,6 +174,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--time-limit", type=float, default=90, help="seconds for each number of ranks")
     parser.add_argument("--shares-only", action="store_true", help="nothing is timed: read --json, print shares")
     args = parser.parse_args(argv)
+    try:
+        if not args.shares_only:
+            check_output_file("--json", args.json)
+        check_output_file("--tables", args.tables)
+    except ValueError as error:
+        sys.exit(f"bench_collectives: {error}")
     dims = preset_dims(args.model) if args.model in PRESETS else read_config(args.model)
     records: list[dict] = json.loads(args.json.read_text())["records"] if args.shares_only else []
     failures: list[str] = []

@@ -23,6 +23,7 @@ from decode_bench_report import describe_case, format_report
 
 from nsa_dcp.launcher import run_ranks
 from nsa_dcp.model_dims import PRESETS
+from nsa_dcp.output_path import check_output_file
 
 # Each failure costs a start of new processes; after so many in one world the rest is not tried.
 _MAX_FAILURES = 4
@@ -109,6 +110,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     try:
+        check_output_file("--json", args.json)
         cases = list_cases(args.models, args.dcp_sizes, args.batches, args.contexts)
     except ValueError as error:
         sys.exit(f"bench_decode: {error}")

@@ -22,6 +22,8 @@ import kernel_bench_indexer
 import torch
 from kernel_timing import Record, measure_ceilings
 
+from nsa_dcp.output_path import check_output_file
+
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = {
     "attention": kernel_bench_attention.bench_all,
@@ -90,6 +92,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few cases of each op")
     parser.add_argument("--tests-report", type=Path, help="JUnit report of `pytest -m gpu tests/kernels` on this tree")
     args = parser.parse_args()
+    try:
+        check_output_file("--json", args.json)
+    except ValueError as error:
+        sys.exit(f"bench_kernels: {error}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         sys.exit("bench_kernels needs a Hopper GPU")
     run_tests(args.tests_report)

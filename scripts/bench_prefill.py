@@ -31,6 +31,7 @@ from prefill_bench_cases import (
 from prefill_bench_rank import bench_case
 
 from nsa_dcp.model_dims import PRESETS, ModelDims, preset_dims
+from nsa_dcp.output_path import check_output_file
 
 _PARTS = ("select", "localise", "arrange", "pack pages", "attend", "merge")
 _KINDS = {"selects": "layer that selects", "shares": "layer that shares", "mean": "mean layer"}
@@ -171,6 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     dims = preset_dims(args.model)
     try:
+        check_output_file("--json", args.json)
         cases = list_cases(dims, args.dcp_sizes, args.chunks, args.prefixes)
     except ValueError as error:
         sys.exit(f"bench_prefill: {error}")

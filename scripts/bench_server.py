@@ -35,6 +35,7 @@ from server_bench_report import format_report
 from server_process import ASKING_ERRORS, Server, describe_host, python_path, write_entry_points
 
 from nsa_dcp.model_dims import ModelDims, read_config
+from nsa_dcp.output_path import make_output_folder
 
 # What the server resolved, from /server_info.
 RESOLVED = (
@@ -229,8 +230,11 @@ def write_summary(out: Path, configs: list[str]) -> None:
 
 def main() -> None:
     arguments = parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    dims, host = read_config(arguments.model), describe_host()
+    try:
+        make_output_folder("out", arguments.out)
+        dims, host = read_config(arguments.model), describe_host()
+    except (ValueError, NotImplementedError) as error:
+        sys.exit(f"bench_server: {error}")
     started, failed = time.monotonic(), []
     for number, config in enumerate(arguments.config):
         done = collect(arguments.out, [config])

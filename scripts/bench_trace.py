@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise RuntimeError("the server lists no model; name one with --model")
             server = Server(args.url, models[0], args.max_tokens, args.ignore_eos, args.timeout_s, key)
         server.connect()  # refuses a malformed URL before anything runs
-        args.out.mkdir(parents=True, exist_ok=True)
+        _make_places(args.out, args.summary)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"bench_trace: {error}", file=sys.stderr)
         return 2
@@ -79,6 +79,18 @@ def main(argv: list[str] | None = None) -> int:
     if interrupted:
         return 130
     return 1 if report["calls"]["failed"] else 0
+
+
+def _make_places(out: Path, summary: Path | None) -> None:
+    """Make the folder of results, and see that the summary has one. ValueError: one of them cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with open(out / "calls.jsonl", "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out must be a folder that can be written, got {out}: {error.strerror}") from error
+    if summary and (summary.is_dir() or not summary.parent.is_dir()):
+        raise ValueError(f"--summary must be a file in a folder that exists, got {summary}")
 
 
 def _run(sessions, server: Server, args: argparse.Namespace, planned: int) -> tuple[list[CallResult], float, bool]:

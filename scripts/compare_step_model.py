@@ -20,6 +20,7 @@ from pathlib import Path
 from one_gpu_serve import parse_sizes
 
 from nsa_dcp.model_dims import PRESETS, ModelDims, preset_dims, read_config
+from nsa_dcp.output_path import check_output_file
 from nsa_dcp.step_inputs import StepInput, measured_inputs, override_inputs
 from nsa_dcp.step_model import MAX_BATCH, DecodeSetup, predict_step
 
@@ -130,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     try:
+        check_output_file("--json", args.json)
         dims = preset_dims(args.model) if args.model in PRESETS else read_config(args.model)
         dims = dataclasses.replace(dims, expert_bytes=args.weight_bytes, dense_bytes=args.weight_bytes)
         inputs = override_inputs(measured_inputs(dims), args.set, args.tables)

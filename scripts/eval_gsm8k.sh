@@ -42,6 +42,8 @@ done
 ((${#servers[@]})) || usage "--server NAME=URL must be given at least once, got none"
 [[ $QUESTIONS =~ ^[1-9][0-9]*$ ]] || usage "--questions must be a positive integer, got $QUESTIONS"
 [[ $THREADS =~ ^[1-9][0-9]*$ ]] || usage "--threads must be a positive integer, got $THREADS"
+[[ ! -d $OUT && -d $(dirname "$OUT") && (-w $OUT || ! -e $OUT && -w $(dirname "$OUT")) ]] \
+  || usage "--out must be a file that can be written, got $OUT"
 [[ -z $DATA || -f $DATA ]] || usage "--data must be a file, got $DATA"
 for server in "${servers[@]}"; do
   [[ $server =~ ^[A-Za-z0-9_.-]+=https?://[^/]+ ]] || usage "--server must be NAME=http://host:port, got $server"
@@ -62,6 +64,8 @@ for server in "${servers[@]}"; do
   fi
   # The runner counts a failed request as a wrong answer, so a dead server would score 0 without a word.
   python3 "$report" ping "$url"
+  python3 -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("sglang") is None)' \
+    || usage "python3 finds no sglang, whose runner asks the questions: pip install sglang, or activate its environment"
   log=$(mktemp)
   "${command[@]}" 2>&1 | tee "$log" >&2
   python3 "$report" ping "$url"

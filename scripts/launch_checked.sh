@@ -7,6 +7,11 @@ for word in "$@"; do
   if [[ $word == --dry-run ]]; then dry_run=true; else COMMAND+=("$word"); fi
 done
 
+if ! command -v nsa-dcp >/dev/null; then
+  echo "${0##*/}: nsa-dcp is not on PATH: activate the environment that serves, or run: pip install '.[sglang]' in this checkout" >&2
+  exit 127
+fi
+
 # A model that is not on this machine is judged as the published one.
 model_flags=()
 if [[ ! -f $MODEL/config.json ]]; then model_flags=(--preset "$PRESET"); fi
@@ -17,5 +22,9 @@ if $dry_run; then
   printf '%q ' "${COMMAND[@]}"
   echo
   exit 0
+fi
+if ! "${COMMAND[0]}" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("sglang") is None)'; then
+  echo "${0##*/}: ${COMMAND[0]} finds no sglang: activate the environment that serves, or run: pip install '.[sglang]' in this checkout" >&2
+  exit 127
 fi
 exec "${COMMAND[@]}"

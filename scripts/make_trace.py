@@ -66,10 +66,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     args = parser.parse_args(argv)
     try:
+        if not args.out.parent.is_dir():  # said before the trace is made
+            raise ValueError(f"--out must be a file in a folder that exists, got {args.out}")
         rows = make_sessions(args.sessions, args.seed, args.scale, args.max_calls)
         args.out.write_text(json.dumps(rows), encoding="utf-8")
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"make_trace: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"make_trace: --out must be a file that can be written, got {args.out}: {error.strerror}", file=sys.stderr
+        )
         return 2
     print(f"{args.out}: {len(rows)} sessions, {sum((len(row['conversations']) + 1) // 2 for row in rows)} calls")
     return 0

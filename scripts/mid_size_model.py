@@ -16,6 +16,7 @@ from pathlib import Path
 from one_gpu_model import COMMON, GLM
 
 from nsa_dcp.model_dims import dims_from_config, preset_dims
+from nsa_dcp.output_path import make_output_folder
 
 PRESET = "glm-5.2"
 # Layers whose indexers follow the preset's rule: the first three own one, then every fourth.
@@ -85,9 +86,9 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         config = mid_size_config(arguments.layers, arguments.experts)
+        make_output_folder("out", arguments.out)
     except ValueError as error:
         parser.error(str(error))
-    arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "config.json").write_text(json.dumps(config, indent=1))
     parameters = count_parameters(config)
     print(

@@ -175,6 +175,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--keep", type=Path, help="a folder for the reports without alternatives")
     arguments = parser.parse_args()
+    if arguments.out and not arguments.out.parent.is_dir():
+        sys.exit(f"one_gpu_compare: --out must be a file in a folder that exists, got {arguments.out}")
     rounding, rows, findings = arguments.rounding, [], []
     if arguments.stock_pair:
         stock = [json.loads(path.read_text()) for path in arguments.stock_pair]

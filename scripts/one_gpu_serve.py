@@ -280,7 +280,10 @@ def run_configs(run_one: Callable[[Path, str, Path, int], str], description: str
     parser.add_argument("--port", type=int, default=21000)
     parser.add_argument("--budget", type=float, default=570, help="seconds; no server is started in the last quarter")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"out must be a folder, or a place for one, got {arguments.out}: {error.strerror}")
     started, failed = time.monotonic(), []
     for number, config in enumerate(arguments.config):
         if (arguments.out / f"{config}.json").exists():

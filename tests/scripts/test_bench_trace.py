@@ -176,6 +176,8 @@ def test_a_page_escapes_what_the_server_says(bench, server, tmp_path):
         (["--turns", -1], "turns must be at least 1, got -1"),
         (["--timeout-s", 0], "timeout_s must be more than 0, got 0.0"),
         (["--summary", "x.pdf"], "summary must end in .html or .png"),
+        (["--summary", "/nowhere/at/all/x.html"], "--summary must be a file in a folder that exists, got /nowhere/at"),
+        (["--out", "/dev/null/x"], "--out must be a folder that can be written, got /dev/null/x: Not a directory"),
         (["--api-key-file", "/nowhere"], "No such file"),
     ],
 )

@@ -58,6 +58,12 @@ def test_the_file_is_a_readable_trace(tmp_path, capsys):
     assert all(set(row) == {"conversations"} for row in json.loads(out.read_text()))
 
 
+def test_a_folder_in_place_of_the_file_is_one_sentence(tmp_path, capsys):
+    assert make_trace.main(["--sessions", "1", "--scale", "0.01", "--max-calls", "1", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"make_trace: --out must be a file that can be written, got {tmp_path}: Is a directory\n"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -130,6 +130,24 @@ def test_a_refused_command_is_not_run_either(run, tmp_path):
     assert (tmp_path / "started").exists()
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_missing_nsa_dcp_is_one_sentence_that_says_what_to_install(run, tmp_path, script):
+    (tmp_path / "bin" / "nsa-dcp").unlink()
+    done = run(script, "--dry-run")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (127, "", 1)
+    assert done.stderr.startswith(f"{script}: nsa-dcp is not on PATH: ")
+    assert "pip install '.[sglang]'" in done.stderr
+
+
+def test_a_missing_sglang_is_one_sentence_that_says_what_to_install(run, tmp_path):
+    # -S: an interpreter without site-packages, so without sglang wherever the tests run.
+    (tmp_path / "bin" / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    done = run("serve_tp_dcp.sh")
+    assert done.returncode == 127
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("serve_tp_dcp.sh: python3 finds no sglang: ") and "pip install '.[sglang]'" in last
+
+
 def test_the_scripts_listen_on_the_loopback_interface(run):
     for script in SCRIPTS:
         assert "HOST=127.0.0.1" in (ROOT / "scripts" / script).read_text()
@@ -156,6 +174,11 @@ def test_gsm8k_dry_run_prints_one_command_per_server(run):
         (["--server", "a=http://a:1", "--questions", "0"], "--questions must be a positive integer, got 0"),
         (["--server", "a=http://a:1", "--data", "/nowhere"], "--data must be a file, got /nowhere"),
         (["--bogus"], "got --bogus"),
+        (
+            ["--server", "a=http://a:1", "--out", "/nowhere/x.json"],
+            "--out must be a file that can be written, got /now",
+        ),
+        (["--server", "a=http://a:1", "--out", "/"], "--out must be a file that can be written, got /"),
     ],
 )
 def test_gsm8k_misuse_is_one_sentence(run, argv, message):
