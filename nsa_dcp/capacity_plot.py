@@ -100,7 +100,10 @@ def _figure(path: Path):
     try:
         figures = importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError as error:
-        raise RuntimeError("plotting needs matplotlib, found none: pip install 'nsa-dcp[plot]'") from error
+        raise RuntimeError(
+            "plotting needs matplotlib, found none: pip install 'nsa-dcp[plot]', or from a checkout: pip install "
+            "'.[plot]'"
+        ) from error
     # A bare Figure draws off screen whatever display or backend the machine has.
     figure = figures.Figure(figsize=(11, 4.5), layout="constrained")
     return figure, figure.subplots(1, 2)

@@ -12,7 +12,7 @@ import torch
 
 from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, INDEX_KEY_BYTES, PAGE_SIZE
 
-_INSTALL = "pip install 'nsa-dcp[cuda]'"
+_INSTALL = "pip install 'nsa-dcp[cuda]', or from a checkout: pip install '.[cuda]'"
 _HEADS = (32, 64)
 # From this many rows per request on, gathering the keys pays.
 _RAGGED_ROWS_PER_REQUEST = 8

@@ -18,7 +18,7 @@ from nsa_dcp_kernels.kv_format import KV_LORA_RANK, LATENT_BYTES, LATENT_DIM
 from nsa_dcp_kernels.schedule import SparsePlan, count_parts, plan_rows
 from nsa_dcp_kernels.schedule_reference import BLOCK
 
-_INSTALL = "pip install 'nsa-dcp[cuda]'"
+_INSTALL = "pip install 'nsa-dcp[cuda]', or from a checkout: pip install '.[cuda]'"
 _PAGE_SIZE = 64
 # Indices per row that the bf16 kernel takes a multiple of.
 _BF16_WIDTH = 128

@@ -1,6 +1,7 @@
 """`nsa-dcp generate`: greedy generation under DCP from one command, checked against the unmodified model if asked."""
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -96,6 +97,11 @@ def run_generate(args: argparse.Namespace) -> int:
     if not 0 < args.timeout <= _LONGEST_TIMEOUT_S:
         raise ValueError(f"timeout must be above 0 and at most {_LONGEST_TIMEOUT_S:g}, got {args.timeout:g}")
     check_output_file("--json", args.json)
+    if importlib.util.find_spec("transformers") is None:
+        raise RuntimeError(
+            "generate needs transformers, found none: pip install 'nsa-dcp[hf]', or from a checkout: "
+            "pip install '.[hf]'"
+        )
     written = read_prompts(args.prompts)
     directory = resolve_checkpoint(args.model, args.seed)
     shape, eos_ids, vocab_size = read_shape(directory)

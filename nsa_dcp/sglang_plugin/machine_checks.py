@@ -23,6 +23,8 @@ ENTRY_POINT_GROUP, ENTRY_POINT = "sglang.srt.plugins", "nsa_dcp"
 _COMPUTE_CAPABILITY = "9.0"
 _SMI_TIMEOUT_S, _SMI_POLL_S = 60, 0.02
 _FLASH_MLA = "1.0.0"
+_INSTALL_WHEELS = "pip install 'nsa-dcp[cuda]', or from a checkout: pip install '.[cuda]'"
+_INSTALL_PLUGIN = "in sglang's environment: pip install nsa-dcp, or from a checkout: pip install '.[sglang]'"
 # sgl-deep-gemm is compiled against one torch release.
 _DEEP_GEMM_TORCH = {"0.1.4.post1": "2.11", "0.2.3.post2": "2.14"}
 _UNRELATED = {"flash-mla": "sgl-flash-mla", "deep-gemm": "sgl-deep-gemm"}
@@ -48,7 +50,7 @@ def check_packages() -> list[Check]:
         else Check("python", FAILED, sys.version.split()[0], "use Python 3.11 or newer")
     ]
     torch = installed_version("torch")
-    checks.append(_present("torch", torch, "pip install 'nsa-dcp[cuda]'"))
+    checks.append(_present("torch", torch, _INSTALL_WHEELS))
     checks.append(_present("triton", installed_version("triton"), "pip install triton"))
     flash_mla = installed_version("sgl-flash-mla")
     if flash_mla in (None, _FLASH_MLA):
@@ -90,7 +92,7 @@ def check_entry_point() -> Check:
     """Whether sglang will find the plugin, by metadata and by the whitelist in SGLANG_PLUGINS."""
     found = [entry for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if entry.name == ENTRY_POINT]
     if not found:
-        return Check("plugin entry point", FAILED, "not registered", "pip install nsa-dcp in sglang's environment")
+        return Check("plugin entry point", FAILED, "not registered", _INSTALL_PLUGIN)
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and ENTRY_POINT not in [name.strip() for name in allowed.split(",")]:
         return Check("plugin entry point", FAILED, f"excluded by SGLANG_PLUGINS={allowed}", f"add {ENTRY_POINT} to it")
@@ -249,7 +251,7 @@ def _present(name: str, version: str | None, fix: str) -> Check:
 
 def _deep_gemm(version: str | None, torch: str | None) -> Check:
     if version is None:
-        return Check("sgl-deep-gemm", FAILED, "not installed", "pip install 'nsa-dcp[cuda]'")
+        return Check("sgl-deep-gemm", FAILED, "not installed", _INSTALL_WHEELS)
     built_for = _DEEP_GEMM_TORCH.get(version)
     if torch is None or built_for is None or torch.startswith(f"{built_for}."):
         return Check("sgl-deep-gemm", OK, version)

@@ -1,5 +1,6 @@
 """The `generate` command as a user types it: its report, its check, its refusals, and that it leaves nothing behind."""
 
+import importlib.util
 import json
 import os
 import re
@@ -71,6 +72,15 @@ def test_what_cannot_work_is_refused_before_the_run(checkpoint, prompts_file, mo
     assert run("--model", checkpoint, "--prompts", prompts_file([[5]]), *options) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"nsa-dcp generate: {refusal}") and error.count("\n") == 1
+
+
+def test_a_missing_transformers_is_said_with_the_command_that_brings_it(prompts_file, monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
+    assert run("--model", "tiny-glm-dsa", "--prompts", prompts_file([[5]])) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("nsa-dcp generate: generate needs transformers, found none: pip install 'nsa-dcp[hf]', or")
+    assert error.count("\n") == 1
 
 
 def test_a_result_that_can_no_longer_be_written_is_one_sentence(

@@ -171,6 +171,13 @@ def test_a_machine_without_gpu_and_sglang_fails_and_says_how_to_mend_it(run, mon
     assert "fix: pip install sglang==0.5.23" in text
 
 
+def test_what_a_checkout_installs_is_said_beside_the_index(monkeypatch):
+    monkeypatch.setattr(machine_checks.importlib.metadata, "entry_points", lambda **_: [])
+    assert machine_checks.check_entry_point().fix == (
+        "in sglang's environment: pip install nsa-dcp, or from a checkout: pip install '.[sglang]'"
+    )
+
+
 def test_gpus_of_another_kind_are_refused():
     assert next(check_gpus(_smi("NVIDIA B200, 10.0, 183359, 580.1"))).status == "failed"
     assert next(check_gpus(_smi("NVIDIA H200, 9.0, 143771, 580.1"))) == Check(
@@ -217,7 +224,7 @@ def test_an_nvidia_smi_that_hangs_is_a_finding():
         ({"torch": "2.14.1", "sgl-deep-gemm": "0.2.3.post2"}, "ok", ""),
         ({"torch": "2.11.0", "sgl-deep-gemm": "0.2.3.post2"}, "warning", "pip install sgl-deep-gemm==0.1.4.post1"),
         ({"torch": "2.13.0", "sgl-deep-gemm": "0.2.3.post2"}, "warning", "install torch 2.14"),
-        ({"torch": "2.14.1"}, "failed", "pip install 'nsa-dcp[cuda]'"),
+        ({"torch": "2.14.1"}, "failed", "pip install 'nsa-dcp[cuda]', or from a checkout: pip install '.[cuda]'"),
     ],
 )
 def test_deep_gemm_must_fit_the_torch_it_was_built_for(monkeypatch, versions, status, fix):
