@@ -193,6 +193,11 @@ SYMBOLS = (
         ("attention_backend",),
     ),
     Symbol(
+        "sglang.srt.model_executor.model_runner_components.weight_updater:_unsupported_derived_weight_cache_error",
+        "every online weight update asks it first, and it reads our attention layers' _derived_weight_cache_error",
+        ("model",),
+    ),
+    Symbol(
         "sglang.srt.layers.dcp.comm:dcp_a2a_lse_reduce",
         "the a2a merge",
         ("cp_attn_out", "cp_attn_lse", "cp_group", "is_lse_base_on_e", "cuda_graph_buffers", "comm_backend"),

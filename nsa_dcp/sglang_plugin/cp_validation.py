@@ -67,6 +67,14 @@ def _strategy_problems(settings: ServerSettings, model: ModelFacts) -> list[Prob
                 "use --cp-strategy interleave, or drop --speculative-algorithm",
             )
         )
+    if settings.dsa_topk_backend == "flashinfer":
+        problems.append(
+            Problem(
+                "--cp-strategy zigzag with --dsa-topk-backend flashinfer",
+                "its page-table offsets would count a request's two blocks as two requests",
+                "use --dsa-topk-backend sgl-kernel, or --cp-strategy interleave",
+            )
+        )
     return problems
 
 

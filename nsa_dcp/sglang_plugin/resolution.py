@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from nsa_dcp.sglang_plugin.validation import (
@@ -119,37 +120,13 @@ def read_command(server_args: Any) -> tuple[ServerSettings, ModelFacts, tuple[in
 
     view = resolving_view(server_args)
     prefill_backend, decode_backend = attention_backends_of(view)
-    same_name = (
-        "dcp_size",
-        "tp_size",
-        "dp_size",
-        "pp_size",
-        "attn_dp_size",
-        "attn_cp_size",
-        "enable_prefill_cp",
-        "cp_strategy",
-        "enable_cp_decode_attn_tp",
-        "enable_dsa_cache_layer_split",
-        "dsa_prefill_backend",
-        "dsa_decode_backend",
-        "kv_cache_dtype",
-        "page_size",
-        "dcp_comm_backend",
-        "dcp_replicate_q_proj",
-        "speculative_algorithm",
-        "speculative_eagle_topk",
-        "disaggregation_mode",
-        "enable_hisparse",
-        "enable_hierarchical_cache",
-        "enable_lmcache",
-        "enable_unified_memory",
-        "enable_two_batch_overlap",
-        "enable_pdmux",
-    )
+    same_name = [field.name for field in fields(ServerSettings) if field.name not in ServerSettings.DERIVED]
     settings = ServerSettings(
         prefill_attention_backend=prefill_backend,
         decode_attention_backend=decode_backend,
-        prefill_cuda_graph=_prefill_cuda_graph(view),
+        prefill_cuda_graph=_cuda_graph_backend(view, "prefill"),
+        decode_cuda_graph=_cuda_graph_backend(view, "decode"),
+        foreign_draft=view.speculative_draft_model_path not in (None, view.model_path),
         **{name: getattr(view, name) for name in same_name},
     )
     if settings.dcp_size <= 1:
@@ -187,14 +164,14 @@ def _gpu_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-def _prefill_cuda_graph(view: Any) -> str | None:
-    """Return the prefill graph backend that was asked for, or what resolution made of it."""
-    config = view.cuda_graph_config
+def _cuda_graph_backend(view: Any, phase: str) -> str | None:
+    """Return the graph backend that was asked for in a phase, or what resolution made of it."""
+    config, asked = view.cuda_graph_config, getattr(view, f"cuda_graph_backend_{phase}")
     if config is None:
-        return view.cuda_graph_backend_prefill
+        return asked
     if isinstance(config, dict):
-        return config.get("prefill", {}).get("backend", view.cuda_graph_backend_prefill)
-    return config.prefill.backend
+        return config.get(phase, {}).get("backend", asked)
+    return getattr(config, phase).backend
 
 
 HOOKS = ((FIRST_STEP, check_requested_settings), (LAST_STEP, check_resolved_settings))

@@ -36,9 +36,17 @@ _VALUE_FLAGS = {
     "kv_cache_dtype": (("--kv-cache-dtype",), str),
     "page_size": (("--page-size",), int),
     "dcp_comm_backend": (("--dcp-comm-backend",), str),
+    "dsa_topk_backend": (("--dsa-topk-backend",), str),
     "cuda_graph_backend_prefill": (("--cuda-graph-backend-prefill",), str),
+    "cuda_graph_backend_decode": (("--cuda-graph-backend-decode",), str),
+    "dtype": (("--dtype",), str),
+    "cpu_offload_gb": (("--cpu-offload-gb",), int),
+    "rl_on_policy_target": (("--rl-on-policy-target",), str),
+    "radix_cache_backend": (("--radix-cache-backend",), str),
+    "elastic_ep_backend": (("--elastic-ep-backend",), str),
     "speculative_algorithm": (("--speculative-algorithm",), str),
     "speculative_eagle_topk": (("--speculative-eagle-topk",), int),
+    "speculative_draft_model_path": (("--speculative-draft-model-path", "--speculative-draft-model"), str),
     "disaggregation_mode": (("--disaggregation-mode",), str),
 }
 _SWITCHES = {
@@ -48,9 +56,20 @@ _SWITCHES = {
     "enable_hisparse": ("--enable-hisparse",),
     "enable_hierarchical_cache": ("--enable-hierarchical-cache", "--enable-hicache"),
     "enable_lmcache": ("--enable-lmcache",),
+    "enable_flexkv": ("--enable-flexkv",),
+    "enable_unified_cache_external_linker": ("--enable-unified-cache-external-linker",),
     "enable_unified_memory": ("--enable-unified-memory",),
     "enable_two_batch_overlap": ("--enable-two-batch-overlap",),
     "enable_pdmux": ("--enable-pdmux",),
+    "enable_return_routed_experts": ("--enable-return-routed-experts",),
+    "enable_return_indexer_topk": ("--enable-return-indexer-topk",),
+    "debug_cuda_graph": ("--debug-cuda-graph",),
+    "enable_torch_compile": ("--enable-torch-compile",),
+    "enable_deterministic_inference": ("--enable-deterministic-inference",),
+    "speculative_adaptive": ("--speculative-adaptive",),
+    "enable_multi_layer_eagle": ("--enable-multi-layer-eagle",),
+    "enable_lora": ("--enable-lora",),
+    "checkpoint_engine_wait_weights_before_ready": ("--checkpoint-engine-wait-weights-before-ready",),
 }
 _ON_OFF = {"dcp_replicate_q_proj": "--dcp-replicate-q-proj", "enable_cp_decode_attn_tp": "--enable-cp-decode-attn-tp"}
 READ_FIELDS = (*_VALUE_FLAGS, *_SWITCHES, *_ON_OFF)
@@ -129,7 +148,9 @@ def command_from_fields(
     both = given.get("attention_backend")
     given.setdefault("prefill_attention_backend", both)
     given.setdefault("decode_attention_backend", both)
-    given["prefill_cuda_graph"] = given.get("cuda_graph_backend_prefill")
+    for phase in ("prefill", "decode"):
+        given[f"{phase}_cuda_graph"] = given.get(f"cuda_graph_backend_{phase}")
+    given["foreign_draft"] = given.get("speculative_draft_model_path") not in (None, given.get("model_path"))
     known = {field.name for field in fields(ServerSettings)}
     settings = ServerSettings(**{name: value for name, value in given.items() if name in known})
     return ServerCommand(settings, given.get("model_path"), partial, unread)

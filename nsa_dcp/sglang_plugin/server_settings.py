@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """The part of sglang's server arguments that decides whether nsa-dcp can serve them.
 
-    Fields carry sglang's names. None means "not given": sglang or nsa-dcp will choose, which is never a problem.
-    `prefill_cuda_graph` is the graph backend asked for in prefill; None or "disabled" when none was.
+    Fields carry sglang's names, but for `DERIVED`. None means "not given": sglang or nsa-dcp will choose, which is
+    never a problem. `prefill_cuda_graph` and `decode_cuda_graph` are the graph backends asked for; None or "disabled"
+    when none was. `foreign_draft`: drafts come from another checkpoint.
     """
+
+    DERIVED: ClassVar[frozenset[str]] = frozenset(
+        (
+            "prefill_attention_backend",
+            "decode_attention_backend",
+            "prefill_cuda_graph",
+            "decode_cuda_graph",
+            "foreign_draft",
+        )
+    )
 
     dcp_size: int = 1
     tp_size: int = 1
@@ -31,16 +43,41 @@ class ServerSettings:
     page_size: int | None = None
     dcp_comm_backend: str | None = None
     dcp_replicate_q_proj: bool | None = None
+    dsa_topk_backend: str = "sgl-kernel"
     prefill_cuda_graph: str | None = None
+    decode_cuda_graph: str | None = None
+    debug_cuda_graph: bool = False
+    enable_torch_compile: bool = False
+    enable_deterministic_inference: bool = False
+    rl_on_policy_target: str | None = None
+    dtype: str = "auto"
+    cpu_offload_gb: int = 0
+    enable_lora: bool | None = None
+    lora_paths: object = None
+    checkpoint_engine_wait_weights_before_ready: bool = False
+    elastic_ep_backend: str | None = None
     speculative_algorithm: str | None = None
     speculative_eagle_topk: int | None = None
+    speculative_adaptive: bool = False
+    enable_multi_layer_eagle: bool = False
+    foreign_draft: bool = False
     disaggregation_mode: str = "null"
     enable_hisparse: bool = False
     enable_hierarchical_cache: bool = False
     enable_lmcache: bool = False
+    enable_flexkv: bool = False
+    radix_cache_backend: str | None = None
+    enable_unified_cache_external_linker: bool = False
     enable_unified_memory: bool = False
     enable_two_batch_overlap: bool = False
     enable_pdmux: bool = False
+    enable_return_routed_experts: bool = False
+    enable_return_indexer_topk: bool = False
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether decode reads copies of attention weights, which an update of the weights does not reach."""
+        return bool(self.dcp_replicate_q_proj or self.enable_cp_decode_attn_tp)
 
     @property
     def context_parallel_size(self) -> int:

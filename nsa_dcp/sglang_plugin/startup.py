@@ -18,6 +18,7 @@ from nsa_dcp.sglang_plugin.requirements import require
 from nsa_dcp.sglang_plugin.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup_line import startup_line
 from nsa_dcp.sglang_plugin.validation import PAGE_SIZE, SPARSE_BACKEND, concerns_us, head_bucket
+from nsa_dcp.sglang_plugin.weight_updates import refuse_weight_updates
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     _check_topology(parallel)
     _check_pool(model_runner, parallel.attn_dcp_size)
     _check_model(model_runner, parallel.attn_dcp_size)
+    refuse_weight_updates(model_runner.model, settings)
     if parallel.attn_cp_size > 1:
         from nsa_dcp.sglang_plugin.cp_startup import build_context_parallel_backend, describe_context_parallel_server
 

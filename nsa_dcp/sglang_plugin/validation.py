@@ -8,6 +8,7 @@ imported.
 from __future__ import annotations
 
 from nsa_dcp.sglang_plugin.cp_validation import SLICED_ARCHITECTURES, find_context_parallel_problems
+from nsa_dcp.sglang_plugin.feature_rules import find_feature_problems
 from nsa_dcp.sglang_plugin.server_settings import ModelFacts, Problem, ServerSettings
 from nsa_dcp.sglang_plugin.stock_rules import find_size_problems
 
@@ -57,7 +58,7 @@ def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple
         *_backend_problems(settings),
         *_cache_problems(settings),
         *_speculation_problems(settings),
-        *_feature_problems(settings),
+        *find_feature_problems(settings),
         *_context_parallel_flag_problems(settings, model),
     ]
 
@@ -272,29 +273,6 @@ def _speculation_problems(settings: ServerSettings) -> list[Problem]:
             )
         )
     return problems
-
-
-def _feature_problems(settings: ServerSettings) -> list[Problem]:
-    without = "drop it, or serve with --dcp-size 1"
-    refused = {
-        "--enable-hisparse": (settings.enable_hisparse, "its host pool has no notion of DCP ownership"),
-        "--enable-hierarchical-cache": (
-            settings.enable_hierarchical_cache,
-            "the host copy of the index keys is not translated for DCP",
-        ),
-        "--enable-lmcache": (settings.enable_lmcache, "LMCache does not translate DCP slots"),
-        f"--disaggregation-mode {settings.disaggregation_mode}": (
-            settings.disaggregation_mode != "null",
-            "the transfer of DSA caches between prefill and decode servers is not DCP-aware",
-        ),
-        "--enable-unified-memory": (settings.enable_unified_memory, "its pool resolves DCP slots in another way"),
-        "--enable-two-batch-overlap": (
-            settings.enable_two_batch_overlap,
-            "two half-batches would interleave their collectives on the DCP group",
-        ),
-        "--enable-pdmux": (settings.enable_pdmux, "two streams would interleave their collectives on the DCP group"),
-    }
-    return [Problem(asked, reason, without) for asked, (on, reason) in refused.items() if on]
 
 
 def _context_parallel_flag_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem]:

@@ -61,6 +61,30 @@ def test_dcp_on_flashmla_kv_gets_our_backend(build, runner, name):
     assert build(runner, name) == ("ours", runner)
 
 
+@pytest.mark.parametrize(("changes", "copied"), [({}, "query projection"), ({"dcp_replicate_q_proj": False}, None)])
+def test_weight_updates_are_refused_where_decode_reads_copies_of_weights(build, runner, changes, copied):
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.model_executor.model_runner_components.weight_updater import (
+        _unsupported_derived_weight_cache_error as refusal,
+    )
+    from sglang.srt.server_args import ServerArgs
+
+    runner.server_args = ServerArgs(
+        model_path=runner.server_args.model_path,
+        device="cuda",
+        tp_size=DCP_SIZE,
+        dcp_size=DCP_SIZE,
+        attention_backend="nsa",
+        dcp_comm_backend="a2a",
+        **changes,
+    )
+    runner.server_args.resolve_once()
+    assert bool(resolving_view(runner.server_args).dcp_replicate_q_proj) == bool(copied)
+    assert refusal(runner.model) is None
+    build(runner)
+    assert (copied in refusal(runner.model)) if copied else (refusal(runner.model) is None)
+
+
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_sglangs_switch_stays_as_the_user_left_it(build, runner, asked):
     from sglang.srt.environ import envs
