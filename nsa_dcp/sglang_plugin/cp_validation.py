@@ -158,12 +158,4 @@ def _backend_problems(settings: ServerSettings) -> list[Problem]:
                 "leave it out",
             )
         )
-    if settings.enable_dsa_cache_layer_split:
-        problems.append(
-            Problem(
-                "--enable-dsa-cache-layer-split",
-                "a cache that is split by layers has no DCP owners",
-                "drop it: DCP itself spreads the cache",
-            )
-        )
     return problems

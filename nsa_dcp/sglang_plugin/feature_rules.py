@@ -32,6 +32,11 @@ _FEATURES = (
         "--disaggregation-mode",
         "the transfer of DSA caches between prefill and decode servers is not DCP-aware",
     ),
+    (
+        "enable_dsa_cache_layer_split",
+        "--enable-dsa-cache-layer-split",
+        "a cache that is split by layers has no DCP owners",
+    ),
     ("enable_unified_memory", "--enable-unified-memory", "its pool resolves DCP slots in another way"),
     ("enable_return_routed_experts", "--enable-return-routed-experts", _RETURNS_BY_SLOT),
     ("enable_return_indexer_topk", "--enable-return-indexer-topk", _RETURNS_BY_SLOT),
@@ -76,11 +81,8 @@ def find_feature_problems(settings: ServerSettings) -> list[Problem]:
     for field, flag, reason in _FEATURES:
         value = getattr(settings, field)
         if value not in _OFF:
-            problems.append(
-                Problem(
-                    f"{flag} {value}" if isinstance(value, str | int) and value is not True else flag, reason, _DROP
-                )
-            )
+            shown = type(value) in (str, int)
+            problems.append(Problem(f"{flag} {value}" if shown else flag, reason, _DROP))
     if settings.pp_size > 1:
         problems.append(
             Problem(

@@ -59,7 +59,7 @@ def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple
         *_cache_problems(settings),
         *_speculation_problems(settings),
         *find_feature_problems(settings),
-        *_context_parallel_flag_problems(settings, model),
+        *_slice_problems(settings, model),
     ]
 
 
@@ -275,25 +275,16 @@ def _speculation_problems(settings: ServerSettings) -> list[Problem]:
     return problems
 
 
-def _context_parallel_flag_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem]:
-    """Flags of context parallelism that were given without it; with it they are judged in `cp_validation`."""
-    if settings.enable_prefill_cp:
+def _slice_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem]:
+    """The decode slice without context parallelism, which does nothing there; with it `cp_validation` judges it."""
+    if settings.enable_prefill_cp or not settings.enable_cp_decode_attn_tp:
         return []
-    problems = []
-    if settings.enable_dsa_cache_layer_split:
-        problems.append(
-            Problem(
-                "--enable-dsa-cache-layer-split",
-                "it splits layers over context-parallel ranks, and a cache that is split by layers has no DCP owners",
-                "drop it: DCP itself spreads the cache",
-            )
+    if model.architecture in SLICED_ARCHITECTURES:
+        return []
+    return [
+        Problem(
+            f"--enable-cp-decode-attn-tp with {model.architecture or 'an unknown architecture'}",
+            f"sglang slices the attention weights of {' and '.join(SLICED_ARCHITECTURES)} alone",
+            "drop it: it does nothing without --enable-prefill-cp",
         )
-    if settings.enable_cp_decode_attn_tp and model.architecture not in SLICED_ARCHITECTURES:
-        problems.append(
-            Problem(
-                f"--enable-cp-decode-attn-tp with {model.architecture or 'an unknown architecture'}",
-                f"sglang slices the attention weights of {' and '.join(SLICED_ARCHITECTURES)} alone",
-                "drop it: it does nothing without --enable-prefill-cp",
-            )
-        )
-    return problems
+    ]
