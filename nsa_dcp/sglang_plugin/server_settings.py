@@ -52,7 +52,7 @@ class ServerSettings:
     rl_on_policy_target: str | None = None
     dtype: str = "auto"
     cpu_offload_gb: int = 0
-    enable_lora: bool | None = None
+    enable_lora: bool = False
     lora_paths: object = None
     checkpoint_engine_wait_weights_before_ready: bool = False
     elastic_ep_backend: str | None = None

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_feature_rules import COMMANDS
 
 from nsa_dcp.sglang_plugin import server_command
 from nsa_dcp.sglang_plugin.doctor import judge_command, read_command
@@ -34,6 +35,7 @@ COMMON = (
         ),
         pytest.param("--dcp-size=8 --enable-hicache --enable-hisparse --enable-unified-memory", id="refused"),
         pytest.param("--dcp-size 8 --speculative-algorithm EAGLE --speculative-eagle-topk 4", id="speculation"),
+        *(f"--dcp-size 8 {command}" for command in COMMANDS),
     ],
 )
 def test_both_parsers_read_the_same_settings(more):
