@@ -102,6 +102,13 @@ def read_shape(directory: Path) -> tuple[ModelShape, frozenset[int], int]:
     return model_shape(config), eos_ids, config.vocab_size
 
 
+def read_context_length(directory: Path) -> int | None:
+    """Read the most positions that a checkpoint's model was made for; None where it does not say."""
+    from transformers import AutoConfig
+
+    return getattr(AutoConfig.from_pretrained(directory, local_files_only=True), "max_position_embeddings", None)
+
+
 def load_model(directory: Path, dtype: str, device: torch.device) -> nn.Module:
     """Load a checkpoint in evaluation mode.
 

@@ -80,7 +80,7 @@ def run_generate(args: argparse.Namespace) -> int:
     Raises:
         ValueError, NotImplementedError, RuntimeError: refused or failed; the message says why.
     """
-    from nsa_dcp.hf.checkpoint import read_shape, resolve_checkpoint
+    from nsa_dcp.hf.checkpoint import read_context_length, read_shape, resolve_checkpoint
     from nsa_dcp.launcher import run_ranks
 
     config = DcpConfig(
@@ -96,6 +96,8 @@ def run_generate(args: argparse.Namespace) -> int:
             raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
     if not 0 < args.timeout <= _LONGEST_TIMEOUT_S:
         raise ValueError(f"timeout must be above 0 and at most {_LONGEST_TIMEOUT_S:g}, got {args.timeout:g}")
+    if args.device == "cuda":
+        _check_served_on_cuda(args.kv_cache_dtype, args.dtype)
     check_output_file("--json", args.json)
     if importlib.util.find_spec("transformers") is None:
         raise RuntimeError(
@@ -107,6 +109,7 @@ def run_generate(args: argparse.Namespace) -> int:
     shape, eos_ids, vocab_size = read_shape(directory)
     config.check_model(shape)
     prompts = tokenize_prompts(written, directory, vocab_size)
+    check_lengths(prompts, args.max_new_tokens, read_context_length(directory))
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bf16" if args.device == "cuda" else "float32" if args.kv_cache_dtype == "float32" else "float64"
@@ -227,7 +230,7 @@ def read_prompts(path: Path) -> list[str | list[int]]:
         prompts = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"prompts must be a readable file, got {path} ({error.strerror})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"prompts must be a JSON file, got {path} ({error})") from None
     if not isinstance(prompts, list) or not prompts:
         raise ValueError(f"prompts must be a non-empty JSON list, got {type(prompts).__name__} in {path}")
@@ -238,6 +241,9 @@ def read_prompts(path: Path) -> list[str | list[int]]:
                 "prompts must each be a non-empty string or list of token ids, got "
                 f"{str(prompt)[:60]!r} as number {number}"
             )
+        # JSON can spell half a character, which no tokenizer takes.
+        if isinstance(prompt, str) and any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise ValueError(f"prompts must be Unicode text, got a lone surrogate in number {number}")
     return prompts
 
 
@@ -259,6 +265,34 @@ def tokenize_prompts(prompts: list[str | list[int]], directory: Path, vocab_size
             outside = next(token for token in prompt if not 0 <= token < vocab_size)
             raise ValueError(f"prompts must hold token ids in [0, {vocab_size}), got {outside} in number {number}")
     return prompts
+
+
+def check_lengths(prompts: list[list[int]], max_new_tokens: int, context_length: int | None) -> None:
+    """Refuse prompts that lead past the positions that the model was made for.
+
+    Args:
+        prompts: token ids.
+        max_new_tokens: per prompt; the last of them is never cached.
+        context_length: positions; None where the checkpoint does not say.
+
+    Raises:
+        ValueError: one does.
+    """
+    for number, prompt in enumerate(prompts):
+        if context_length is not None and len(prompt) + max_new_tokens - 1 > context_length:
+            raise ValueError(
+                f"prompts must fit the model's context of {context_length} tokens, got {len(prompt)} tokens and up to "
+                f"{max_new_tokens} new ones in number {number}"
+            )
+
+
+def _check_served_on_cuda(kv_cache_dtype: str, dtype: str) -> None:
+    if kv_cache_dtype == "float32":
+        raise NotImplementedError(
+            "kv_cache_dtype must be bf16 or fp8_e4m3 on cuda, the rows that FlashMLA reads, got float32"
+        )
+    if dtype == "float64":
+        raise NotImplementedError("dtype must be bf16 or float32 on cuda, got float64")
 
 
 def _tokens_at_once(prompts: list[list[int]], args: argparse.Namespace, config: DcpConfig) -> int:

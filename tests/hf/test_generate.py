@@ -61,6 +61,9 @@ def test_the_report_has_tokens_and_what_each_rank_holds(checkpoint, prompts_file
         (["--timeout", "-1"], "timeout must be above 0"),
         (["--timeout", "nan"], "timeout must be above 0"),
         (["--timeout", "inf"], "timeout must be above 0"),
+        (["--max-new-tokens", "16385"], "prompts must fit the model's context of 16384 tokens, got 1 tokens and up to"),
+        (["--device", "cuda", "--kv-cache-dtype", "float32"], "kv_cache_dtype must be bf16 or fp8_e4m3 on cuda, the"),
+        (["--device", "cuda", "--dtype", "float64"], "dtype must be bf16 or float32 on cuda, got float64"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -185,6 +188,10 @@ PROMPT_FILES = {
     "nested": ([[[1]]], "list of token ids"),
     "outside the vocabulary": ([[5], [1024]], r"token ids in \[0, 1024\), got 1024 in number 1"),
     "negative": ([[-1]], r"token ids in \[0, 1024\), got -1"),
+    "half a character": ([[5], "a\ud800"], "prompts must be Unicode text, got a lone surrogate in number 1"),
+    "nested too deeply": ("[" * 100_000, "prompts must be a JSON file"),
+    "a number of too many digits": ("[[" + "9" * 5000 + "]]", "prompts must be a JSON file"),
+    "longer than the context": ([[5], [5] * 16_370], r"context of 16384 tokens, got 16370 tokens and .* in number 1"),
 }
 
 
