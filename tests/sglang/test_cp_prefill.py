@@ -1,5 +1,7 @@
 """CP-DCP prefill through sglang's own strategies, metadata and pools: a rank's rows are attention over all tokens."""
 
+import weakref
+
 import cp_simulation as simulation
 import pytest
 import torch
@@ -75,6 +77,32 @@ def test_a_batch_that_the_buffer_does_not_hold_is_gathered_in_parts(make_cp_back
     assert len(sent) == gathers
     assert sum(sent) == 7 * row_bytes
     assert max(sent) <= pages * row_bytes
+
+
+def test_parts_are_merged_some_rows_at_a_time_and_one_part_after_the_other(make_cp_backend, monkeypatch):
+    """However many parts there are: a step holds two results at most, and merging copies some rows of them."""
+    from nsa_dcp.sglang_plugin import cp_backend, cp_prefill
+
+    alive, most, merged = weakref.WeakSet(), [], []
+    attend, merge, attend_parts = cp_prefill.attend_selection, cp_prefill.merge_partials, cp_backend.attend_parts
+
+    def attend_selection(*args, **kwargs):
+        out, lse = attend(*args, **kwargs)
+        alive.add(out)
+        most.append(len(alive))
+        return out, lse
+
+    # The test itself keeps what the ranks before returned.
+    monkeypatch.setattr(cp_backend, "attend_parts", lambda *args: alive.clear() or attend_parts(*args))
+    monkeypatch.setattr(cp_prefill, "_MERGED_ROWS", 16)
+    monkeypatch.setattr(cp_prefill, "attend_selection", attend_selection)
+    monkeypatch.setattr(cp_prefill, "merge_partials", lambda out, lse: merged.append(out.shape[1]) or merge(out, lse))
+    batch = simulation.CpBatch(2, *MIXES["prefixes"])
+    results, relayed = simulation.run_ranks(make_cp_backend, batch, "interleave", buffer_pages=2)
+    assert_right(batch, results)
+    assert max(most) == 2
+    # 70 tokens of each rank, merged in five pieces for each of the three parts after the first.
+    assert merged == [16, 16, 16, 16, 6] * 3 * 2 * relayed.rounds
 
 
 @pytest.mark.parametrize("kv_format", ["fp8", "bfloat16"])
