@@ -15,7 +15,7 @@ from sglang.srt.layers.cp.utils import is_cp_active
 from nsa_dcp.sglang_plugin.backend import DcpDeepseekSparseAttnBackend, cache_rows
 from nsa_dcp.sglang_plugin.cp_decode import attend_replicated
 from nsa_dcp.sglang_plugin.cp_pages import PageBuffer, plan_parts
-from nsa_dcp.sglang_plugin.cp_prefill import PrefillPages, attend_parts, localize_parts
+from nsa_dcp.sglang_plugin.cp_prefill import PartSelections, PrefillPages, attend_parts
 from nsa_dcp.sglang_plugin.cp_zigzag import shard_metadata
 from nsa_dcp_kernels import LocalSelection
 from nsa_dcp_kernels.kv_format import PAGE_SIZE
@@ -113,7 +113,7 @@ class CpDcpSparseAttnBackend(DcpDeepseekSparseAttnBackend):
                 page_table_1,
                 layer.layer_id,
                 metadata,
-                lambda slots: localize_parts(slots, prefill.parts, self.dcp_size),
+                lambda slots: PartSelections(slots, prefill.parts, self.dcp_size),
             )
             return attend_parts(queries, rows, prefill.parts, selections, self._buffer, sm_scale)
         selection = self._shared_selection.prepare(

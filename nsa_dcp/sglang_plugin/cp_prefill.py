@@ -6,7 +6,7 @@ and its pages come with the prefix's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,27 +31,33 @@ class PrefillPages:
     parts: tuple[GatheredPages, ...]
 
 
-def localize_parts(
-    topk_slots: torch.Tensor, parts: Sequence[GatheredPages], dcp_size: int
-) -> tuple[LocalSelection, ...]:
-    """Prepare a selection for `attend_parts`; layers that share a selection share this.
+class PartSelections:
+    """One selection, for `attend_parts`: of each part of a forward, the selected tokens that lie in it, in order.
+
+    Of a forward in one part they are prepared once, for all layers that share the selection. Of several parts each
+    takes as much memory as the whole selection, so that they are prepared anew in every layer, one after the other.
 
     Args:
         topk_slots: [T, K] int32, slots of the widened pool, -1 anywhere. This rank's query tokens.
         parts: the forward's.
         dcp_size: ranks that contribute.
-
-    Returns:
-        For each part, the selected tokens that lie in it.
     """
-    return tuple(localize_gathered(topk_slots, part, dcp_size) for part in parts)
+
+    def __init__(self, topk_slots: torch.Tensor, parts: Sequence[GatheredPages], dcp_size: int) -> None:
+        self._topk_slots, self._parts, self._dcp_size = topk_slots, parts, dcp_size
+        self._only = localize_gathered(topk_slots, parts[0], dcp_size) if len(parts) == 1 else None
+
+    def __iter__(self) -> Iterator[LocalSelection]:
+        if self._only is not None:
+            return iter((self._only,))
+        return (localize_gathered(self._topk_slots, part, self._dcp_size) for part in self._parts)
 
 
 def attend_parts(
     q: torch.Tensor,
     cache_rows: torch.Tensor,
     parts: Sequence[GatheredPages],
-    selections: Sequence[LocalSelection],
+    selections: PartSelections,
     buffer: PageBuffer,
     sm_scale: float,
 ) -> torch.Tensor:
@@ -61,18 +67,23 @@ def attend_parts(
         q: [T, H, 576]. Absorbed queries of this rank's tokens, all heads. T differs between ranks.
         cache_rows: [R, 656] uint8 or [R, 576] bfloat16, this rank's rows of one layer, the chunk's included.
         parts: the forward's, at least one.
-        selections: from `localize_parts`.
+        selections: of the same parts.
         buffer: where the pages land.
         sm_scale: multiplies q . k before the softmax.
 
     Returns:
         [T, H, 512], dtype of `q`; zeros for a row that selects nothing.
     """
-    # merge_partials reads an empty row's +inf as it reads -inf.
-    out, lse = attend_selection(q, buffer.gather(cache_rows, parts[0]), selections[0], sm_scale, raw_lse=True)
-    for part, selection in zip(parts[1:], selections[1:], strict=True):
+    prepared = iter(selections)
+
+    def attend(part: GatheredPages) -> tuple[torch.Tensor, torch.Tensor]:
+        # merge_partials reads an empty row's +inf as it reads -inf.
+        return attend_selection(q, buffer.gather(cache_rows, part), next(prepared), sm_scale, raw_lse=True)
+
+    out, lse = attend(parts[0])
+    for part in parts[1:]:
         # Not named: a part's result must be gone before the next part's is made.
-        _merge_into(out, lse, *attend_selection(q, buffer.gather(cache_rows, part), selection, sm_scale, raw_lse=True))
+        _merge_into(out, lse, *attend(part))
     return out
 
 

@@ -141,6 +141,28 @@ def test_layers_that_share_a_selection_share_its_place_in_the_buffer(make_cp_bac
     assert sum(1 for _, size in relayed.sent[0] if size == 7 * 64 * 656) == 3
 
 
+def test_of_many_parts_one_selection_is_in_memory_at_a_time(make_cp_backend, monkeypatch):
+    """Each is as large as the whole selection, and nothing bounds their number but the pool."""
+    from nsa_dcp.sglang_plugin import cp_prefill
+
+    alive, most = weakref.WeakSet(), []
+    localize = cp_prefill.localize_gathered
+
+    def localize_gathered(*args):
+        most.append(len(alive))
+        selection = localize(*args)
+        alive.add(selection)
+        return selection
+
+    monkeypatch.setattr(cp_prefill, "localize_gathered", localize_gathered)
+    batch = simulation.CpBatch(2, *MIXES["prefixes"])
+    results, relayed = simulation.run_ranks(make_cp_backend, batch, "interleave", layers=(1, 2, 3), buffer_pages=1)
+    assert_right(batch, results, layers=3)
+    assert max(most) == 0
+    assert len(most) == 7 * 3 * 2 * relayed.rounds
+    assert not alive
+
+
 def test_a_forward_does_not_use_the_pages_of_the_one_before(make_cp_backend):
     """A decode step after a prefill, and a graph's step, whose metadata was never made by `init_forward_metadata`."""
     relayed = simulation.RelayedGroup(2)
