@@ -33,7 +33,8 @@ def connect(init_method: str, rank: int, world_size: int, device_type: str, time
         init_method: where the ranks meet, such as "file:///path" or "tcp://127.0.0.1:port".
         rank, world_size: this process's place.
         device_type: "cpu" or "cuda".
-        timeout_s: seconds after which a collective that some rank never joined raises.
+        timeout_s: seconds after which a collective of the whole world that some rank never joined raises; a group
+            has its own.
     """
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
@@ -49,13 +50,19 @@ def disconnect() -> None:
     dist.destroy_process_group()
 
 
-def contiguous_group(group_size: int) -> Group:
-    """Cut the world into groups of consecutive ranks and return this rank's. Every rank must call it, in one order."""
+def contiguous_group(group_size: int, timeout_s: float | None = None) -> Group:
+    """Cut the world into groups of consecutive ranks and return this rank's. Every rank must call it, in one order.
+
+    Args:
+        group_size: ranks of a group.
+        timeout_s: as in `connect`, for the group's collectives. None: what torch sets, whatever the world's is.
+    """
     if group_size == 1:
         return None
     world = dist.get_world_size()
     starts = range(0, world, group_size)
-    groups = [dist.new_group(list(range(start, start + group_size))) for start in starts]
+    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    groups = [dist.new_group(list(range(start, start + group_size)), timeout=timeout) for start in starts]
     return groups[dist.get_rank() // group_size]
 
 

@@ -37,7 +37,7 @@ def run_ranks(
         world_size: ranks, each a process of its own.
         args: picklable.
         device_type: "cpu" (gloo) or "cuda" (NCCL, rank r on GPU r; GPUs are shared where NCCL is told to allow it).
-        timeout_s: seconds that a collective may wait for a rank.
+        timeout_s: seconds that a collective of all ranks may wait for one. A group that `function` makes has its own.
         on_message: called with what ranks send.
 
     Returns:

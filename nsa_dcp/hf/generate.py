@@ -33,6 +33,7 @@ class GenerateJob:
     chunked_prefill_size: int
     eos_ids: frozenset[int]
     cuda_graph: bool = False
+    timeout_s: float = 600.0
 
 
 def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -125,6 +126,7 @@ def run_generate(args: argparse.Namespace) -> int:
         chunked_prefill_size=args.chunked_prefill_size,
         eos_ids=frozenset() if args.ignore_eos else eos_ids,
         cuda_graph=args.device == "cuda" and not args.disable_cuda_graph,
+        timeout_s=args.timeout,
     )
     started = time.perf_counter()
     ranks = run_ranks(generate_on_rank, config.tp_size, (job,), args.device, args.timeout, on_message=_Progress().show)
@@ -176,7 +178,7 @@ def generate_on_rank(rank: int, send, job: GenerateJob) -> dict:
 
     device = torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     model = load_model(job.directory, job.dtype, device)
-    engine = Engine(model, join_groups(job.config, rank), job.cache)
+    engine = Engine(model, join_groups(job.config, rank, job.timeout_s), job.cache)
     run_decode = None
     if job.cuda_graph:
         longest = max(len(prompt) for prompt in job.prompts) + job.max_new_tokens - 1

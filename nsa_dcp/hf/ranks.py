@@ -26,8 +26,14 @@ class Ranks:
         return self.rank % self.config.dcp_size
 
 
-def join_groups(config: DcpConfig, rank: int) -> Ranks:
-    """Make the groups of a world of `config.tp_size` ranks. Every rank must call it."""
-    tp_group = comm.contiguous_group(config.tp_size)
-    dcp_group = tp_group if config.dcp_size == config.tp_size else comm.contiguous_group(config.dcp_size)
+def join_groups(config: DcpConfig, rank: int, timeout_s: float | None = None) -> Ranks:
+    """Make the groups of a world of `config.tp_size` ranks. Every rank must call it.
+
+    Args:
+        config: how the ranks share the model.
+        rank: this one.
+        timeout_s: as in `contiguous_group`.
+    """
+    tp_group = comm.contiguous_group(config.tp_size, timeout_s)
+    dcp_group = tp_group if config.dcp_size == config.tp_size else comm.contiguous_group(config.dcp_size, timeout_s)
     return Ranks(config, rank, tp_group, dcp_group)

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from nsa_dcp import comm
+from nsa_dcp.config import DcpConfig
+from nsa_dcp.hf.ranks import join_groups
 from nsa_dcp.launcher import RankError, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -203,6 +205,25 @@ def wait_in_vain(rank, _send, directory):
         while True:
             time.sleep(0.01)
     comm.barrier()
+
+
+@AT_ONCE
+@pytest.mark.parametrize(("tp_size", "dcp_size"), [(2, 2), (4, 2)], ids=["one-group", "two-groups"])
+def test_a_group_of_the_engine_waits_no_longer_than_the_timeout(tp_size, dcp_size, tmp_path):
+    """Also where every rank outside the group is through."""
+    with pytest.raises(RankError, match=r"^rank 1 failed:\n(?s:.*)([Tt]imed out|[Tt]imeout)"):
+        run_ranks(wait_in_vain_in_a_group, tp_size, (tmp_path, DcpConfig(tp_size, dcp_size)), timeout_s=5.0)
+    assert_no_rank_left(tmp_path, tp_size)
+
+
+def wait_in_vain_in_a_group(rank, _send, directory, config):
+    record_process(rank, directory)
+    ranks = join_groups(config, rank, timeout_s=5.0)
+    comm.barrier()
+    if rank == 0:
+        while True:
+            time.sleep(0.01)
+    comm.all_reduce(torch.ones(1), ranks.dcp_group)
 
 
 @AT_ONCE
