@@ -90,6 +90,8 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any) -> str:
         buffers=dataclasses.replace(
             replicated,
             attention_scratch=max(replicated.attention_scratch, spread.attention_scratch),
+            # A spread chunk exchanges no results, but merges two where its pages are gathered in parts.
+            exchange=max(replicated.exchange, spread.exchange),
             page_gather=buffer_bytes(pages, dcp_size, pool.kv_buffer[0][0].nbytes),
             dequantised=max(replicated.dequantised, spread.dequantised),
         ),

@@ -77,6 +77,15 @@ def test_the_log_says_what_is_served(make_runner, caplog):
     assert min(served["buffer_budget_bytes"].values()) > 0
 
 
+def test_the_budget_has_two_results_of_a_spread_chunk(make_runner, caplog):
+    """They are merged where a batch's pages are gathered in parts, and are more than a decode step exchanges."""
+    with caplog.at_level("INFO", logger="nsa_dcp"):
+        build(make_runner(strategy="interleave", chunked_prefill_size=8192))
+    (line,) = [record.message for record in caplog.records if record.message.startswith("nsa-dcp serves ")]
+    budget = json.loads(line.removeprefix("nsa-dcp serves "))["buffer_budget_bytes"]
+    assert budget["exchange"] == 2 * (8192 // CP_SIZE) * HEADS * (512 * 2 + 4)
+
+
 def test_the_buffer_is_allocated_before_anything_is_served(make_runner):
     backend = build(make_runner())
     assert backend._buffer.pages == 10
