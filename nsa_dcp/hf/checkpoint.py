@@ -34,7 +34,10 @@ def resolve_checkpoint(model: str, seed: int) -> Path:
     _read_json(directory / "config.json")
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        files = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{index} must map weights to file names, got another weight_map")
+        files = sorted(set(weight_map.values()))
     else:
         files = sorted(path.name for path in directory.glob("*.safetensors"))
     if not files:
@@ -49,7 +52,7 @@ def _read_json(path: Path) -> dict:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"model must be a checkpoint directory with {path.name}, got none in {path.parent}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be JSON, got a file that is not ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
@@ -69,9 +72,9 @@ def _check_safetensors(path: Path) -> None:
         try:
             header = json.loads(file.read(header_bytes))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError, IndexError):
+            expected = 8 + header_bytes + max(ends, default=0)
+        except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError):
             raise ValueError(f"checkpoint file {path} must be in safetensors format, got another") from None
-    expected = 8 + header_bytes + max(ends, default=0)
     if size != expected:
         raise ValueError(f"checkpoint file {path} must hold {expected} bytes, got {size}: it is truncated or damaged")
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -240,6 +241,15 @@ def name_a_missing_shard(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def index_no_weights(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": ["model.safetensors"]}))
+
+
+def write_a_header_without_numbers(directory: Path) -> None:
+    header = json.dumps({"lm_head.weight": {"data_offsets": ["0", "8"]}}).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+
+
 def change_architecture(directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
@@ -252,6 +262,8 @@ DAMAGE = {
     truncate_weights: "it is truncated or damaged",
     truncate_header: "less than its header",
     name_a_missing_shard: "must exist, since the index names it",
+    index_no_weights: "index.json must map weights to file names",
+    write_a_header_without_numbers: "must be in safetensors format",
     change_architecture: "architecture LlamaForCausalLM is not supported.*GlmMoeDsaForCausalLM",
 }
 
