@@ -160,7 +160,9 @@ def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
         "--dcp-replicate-q-proj", action=argparse.BooleanOptionalAction, help="default: on with a2a, as in sglang"
     )
     parser.add_argument(
-        "--cp-decode-attn-tp", action=argparse.BooleanOptionalAction, default=True, help="slice heads in CP-DCP decode"
+        "--cp-decode-attn-tp",
+        action=argparse.BooleanOptionalAction,
+        help="slice heads in CP-DCP decode; default, where sglang does: GLM",
     )
     parser.add_argument(
         "--row-split-selection",
@@ -196,12 +198,13 @@ def run_model(args: argparse.Namespace) -> int:
         check_output_file("--plot", args.plot)
         model = _model(args)
         inputs = step_model.override_inputs(step_model.measured_inputs(model), args.set, args.tables)
+        unsliced = model.architecture in _UNSLICED
         setup = step_model.DecodeSetup(
             tp_size=args.tp_size,
             dcp_size=args.dcp_size,
             comm_backend=args.dcp_comm_backend,
             replicate_q_proj=args.dcp_replicate_q_proj,
-            cp_decode_attn_tp=args.cp_decode_attn_tp,
+            cp_decode_attn_tp=not unsliced if args.cp_decode_attn_tp is None else args.cp_decode_attn_tp,
             row_split_selection=args.row_split_selection,
         )
         report = step_model.predict_report(
@@ -214,7 +217,7 @@ def run_model(args: argparse.Namespace) -> int:
     except (ValueError, NotImplementedError, RuntimeError, OSError) as error:
         return _refuse("model", error)
     report["notes"] = []
-    if "cp_dcp" in report["modes"] and setup.cp_decode_attn_tp and model.architecture in _UNSLICED:
+    if "cp_dcp" in report["modes"] and setup.cp_decode_attn_tp and unsliced:
         report["notes"].append(
             f"CP-DCP here is a what-if: sglang does not slice {model.architecture}'s attention weights in decode; what "
             "is served is --no-cp-decode-attn-tp"

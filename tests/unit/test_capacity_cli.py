@@ -153,10 +153,13 @@ def test_an_unknown_cache_dtype_is_refused_with_every_spelling(run, capsys, comm
 
 def test_model_says_that_a_slice_sglang_does_not_make_is_a_what_if(run):
     deepseek = ("model", "--preset", "deepseek-v3.2", "--batch", "8", "--context", "4096")
-    assert "CP-DCP here is a what-if: sglang does not slice DeepseekV32ForCausalLM's" in run(*deepseek)[1]
-    assert json.loads(run(*deepseek, "--json")[1])["notes"]
-    assert "what-if" not in run(*deepseek, "--no-cp-decode-attn-tp")[1]
-    assert "what-if" not in run(*deepseek, "--dcp-size", "4")[1]
+    sliced = (*deepseek, "--cp-decode-attn-tp")
+    assert "CP-DCP here is a what-if: sglang does not slice DeepseekV32ForCausalLM's" in run(*sliced)[1]
+    assert json.loads(run(*sliced, "--json")[1])["notes"]
+    assert "what-if" not in run(*sliced, "--dcp-size", "4")[1]
+    # What is served is the default.
+    assert run(*deepseek)[1] == run(*deepseek, "--no-cp-decode-attn-tp")[1]
+    assert "what-if" not in run(*deepseek)[1]
     assert "what-if" not in run(*MODEL)[1]
 
 
