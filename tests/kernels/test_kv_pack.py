@@ -18,6 +18,7 @@ from nsa_dcp.testing.cases import (
 )
 from nsa_dcp_kernels import pack_latent, reference, scatter_latent_, unpack_latent
 from nsa_dcp_kernels._triton import kv_pack as kernels
+from nsa_dcp_kernels._triton.page_gather import gather_pages
 
 TOKEN_COUNTS = [1, 4, 63, 65]
 # Relative RMS that rounding to 3 mantissa bits may cost a row: uniform in half a step of 2^-3, and some of the scale.
@@ -238,6 +239,29 @@ def test_scattering_twenty_times_writes_the_same_bytes(device):
         cache = poisoned(9, 656, dtype=torch.uint8, device=device)
         kernels.scatter_latent_(cache, k_nope, k_rope, slots, 2, 0, 1)
         assert_bitwise_equal(cache, first)
+
+
+def test_rows_past_two_gib_are_written_and_gathered_in_their_place(device):
+    """A byte's offset does not fit 32 bits there. Memory that is only zeroed costs nothing on a CPU."""
+    num_rows = (2**31 // 656 // 64 + 2) * 64
+    cache = torch.zeros(num_rows, 656, dtype=torch.uint8, device=device)
+    latents = exact_latents(2)
+    rows = torch.tensor([num_rows - 1, num_rows - 64], device=device)
+    kernels.scatter_latent_(cache, *(latent.to(device) for latent in latents), rows * 8 + 5, 8, 5, 1)
+    expected = reference.pack_latent(*latents)
+    assert_bitwise_equal(cache[rows], expected)
+    page = gather_pages(cache, torch.tensor([num_rows // 64 - 1], dtype=torch.int32, device=device), 64)
+    assert_bitwise_equal(page[[63, 0]], expected)
+    del cache, page
+    num_pages = 2**31 // (64 * 132) + 2
+    index_cache = torch.zeros(num_pages, 64 * 132, dtype=torch.uint8, device=device)
+    keys, slots = latents[0][:, :128].to(device), torch.tensor([num_pages * 64 - 1, 3], device=device)
+    kernels.scatter_index_keys_(index_cache, keys, slots)
+    last_page = index_cache[-1:].cpu()
+    assert_bitwise_equal(
+        kernels.gather_index_keys(index_cache, slots)[:1], reference.gather_index_keys(last_page, torch.tensor([63]))
+    )
+    assert bool(last_page.any())
 
 
 def test_no_tokens_and_no_owned_tokens_write_nothing(device):
