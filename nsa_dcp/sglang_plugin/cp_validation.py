@@ -35,6 +35,7 @@ def find_context_parallel_problems(settings: ServerSettings, model: ModelFacts, 
         *_group_problems(settings, model, max_heads),
         *_slice_problems(settings, model),
         *_backend_problems(settings),
+        *_attention_dp_problems(settings),
     ]
 
 
@@ -156,6 +157,33 @@ def _backend_problems(settings: ServerSettings) -> list[Problem]:
                 "--dcp-replicate-q-proj with --enable-prefill-cp",
                 "every rank has the whole query projection already, and would gather copies of it",
                 "leave it out",
+            )
+        )
+    return problems
+
+
+def _attention_dp_problems(settings: ServerSettings) -> list[Problem]:
+    """What sglang's ranks agree on, with attention DP, over the attention-TP group alone, which has one rank here."""
+    if settings.attn_dp_size == 1:
+        return []
+    asked = f"--enable-prefill-cp with --attn-dp-size {settings.attn_dp_size}"
+    problems = []
+    if settings.grammar_backend != "none":
+        # GrammarManager: each rank compiles a grammar for itself, and a request starts when all have.
+        problems.append(
+            Problem(
+                f"{asked} and structured outputs",
+                "context-parallel ranks would start such a request at different steps, and wait for each other forever",
+                "add --grammar-backend none, or drop --attn-dp-size",
+            )
+        )
+    if settings.speculative_algorithm is not None:
+        # eagle_sample: the first rank's acceptance, where drafts are sampled.
+        problems.append(
+            Problem(
+                f"{asked} and --speculative-algorithm {settings.speculative_algorithm}",
+                "context-parallel ranks would each decide which sampled drafts they accept",
+                "drop one of the two",
             )
         )
     return problems

@@ -39,6 +39,7 @@ _VALUE_FLAGS = {
     "dsa_topk_backend": (("--dsa-topk-backend",), str),
     "cuda_graph_backend_prefill": (("--cuda-graph-backend-prefill",), str),
     "cuda_graph_backend_decode": (("--cuda-graph-backend-decode",), str),
+    "grammar_backend": (("--grammar-backend",), str),
     "dtype": (("--dtype",), str),
     "cpu_offload_gb": (("--cpu-offload-gb",), int),
     "rl_on_policy_target": (("--rl-on-policy-target",), str),

@@ -11,8 +11,9 @@ class ServerSettings:
     """The part of sglang's server arguments that decides whether nsa-dcp can serve them.
 
     Fields carry sglang's names, but for `DERIVED`. None means "not given": sglang or nsa-dcp will choose, which is
-    never a problem. `prefill_cuda_graph` and `decode_cuda_graph` are the graph backends asked for; None or "disabled"
-    when none was. `foreign_draft`: drafts come from another checkpoint.
+    never a problem, but for `grammar_backend`: sglang then always chooses one. `prefill_cuda_graph` and
+    `decode_cuda_graph` are the graph backends asked for; None or "disabled" when none was. `foreign_draft`: drafts come
+    from another checkpoint.
     """
 
     DERIVED: ClassVar[frozenset[str]] = frozenset(
@@ -50,6 +51,7 @@ class ServerSettings:
     enable_torch_compile: bool = False
     enable_deterministic_inference: bool = False
     rl_on_policy_target: str | None = None
+    grammar_backend: str | None = None
     dtype: str = "auto"
     cpu_offload_gb: int = 0
     enable_lora: bool = False

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER
+from served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP
 
 from nsa_dcp.sglang_plugin.validation import find_problems
 
@@ -22,7 +22,8 @@ def served(**changes):
         (served(enable_cp_decode_attn_tp=True), GLM),
         (served(cp_strategy="zigzag"), GLM),
         (served(cp_strategy="zigzag", attn_cp_size=1, enable_cp_decode_attn_tp=True), GLM),
-        (served(attn_dp_size=2, attn_cp_size=4, dcp_size=4), GLM),
+        (served(attn_dp_size=2, attn_cp_size=4, dcp_size=4, grammar_backend="none"), GLM),
+        (served(grammar_backend="xgrammar"), GLM),
         (served(speculative_algorithm="NEXTN", speculative_eagle_topk=1), GLM),
         (served(dcp_comm_backend="ag_rs", dcp_replicate_q_proj=False), GLM),
         (served(kv_cache_dtype="bfloat16"), DEEPSEEK),
@@ -35,6 +36,7 @@ def served(**changes):
         "zigzag",
         "zigzag-sliced-unset",
         "attention-dp",
+        "structured-outputs",
         "nextn",
         "ag_rs",
         "bfloat16",
@@ -61,7 +63,13 @@ def test_a_command_that_can_be_served_has_no_problem(settings, model):
             "interleave",
         ),
         (
-            {"enable_cp_decode_attn_tp": True, "attn_dp_size": 2, "attn_cp_size": 4, "dcp_size": 4},
+            {
+                "enable_cp_decode_attn_tp": True,
+                "attn_dp_size": 2,
+                "attn_cp_size": 4,
+                "dcp_size": 4,
+                "grammar_backend": "none",
+            },
             GLM,
             "--enable-cp-decode-attn-tp with --attn-dp-size 2",
             "drop one",
@@ -106,3 +114,30 @@ def test_an_unsupported_command_is_refused_by_name_with_what_would_work(changes,
 def test_a_group_across_two_attention_dp_shards_is_refused():
     (problem,) = find_problems(served(attn_dp_size=2, attn_cp_size=4), GLM, HOPPER)
     assert "one attention-DP shard" in problem.reason
+
+
+@pytest.mark.parametrize("grammar_backend", [None, "xgrammar", "llguidance"])
+def test_structured_outputs_with_attention_dp_are_refused(grammar_backend):
+    """sglang chooses a grammar backend where none is given, and any client may send a schema."""
+    changes = {"attn_dp_size": 2, "attn_cp_size": 4, "dcp_size": 4, "grammar_backend": grammar_backend}
+    (problem,) = find_problems(served(**changes), GLM, HOPPER)
+    assert "--attn-dp-size 2" in problem.asked
+    assert "--grammar-backend none" in problem.instead
+    # Without context parallelism the ranks of a shard are the attention-TP group.
+    assert find_problems(dataclasses.replace(TP_DCP, attn_dp_size=2, dcp_size=4), GLM, HOPPER) == []
+
+
+@pytest.mark.parametrize("speculative_algorithm", ["NEXTN", "EAGLE"])
+def test_speculation_with_attention_dp_is_refused(speculative_algorithm):
+    """Ranks that accept different drafts have contexts of different lengths from then on."""
+    settings = served(
+        attn_dp_size=2,
+        attn_cp_size=4,
+        dcp_size=4,
+        grammar_backend="none",
+        speculative_algorithm=speculative_algorithm,
+        speculative_eagle_topk=1,
+    )
+    (problem,) = find_problems(settings, GLM, HOPPER)
+    assert f"--attn-dp-size 2 and --speculative-algorithm {speculative_algorithm}" in problem.asked
+    assert "drop" in problem.instead
