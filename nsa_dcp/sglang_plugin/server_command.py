@@ -35,6 +35,7 @@ _VALUE_FLAGS = {
     "dsa_decode_backend": (("--dsa-decode-backend",), str),
     "kv_cache_dtype": (("--kv-cache-dtype",), str),
     "page_size": (("--page-size",), int),
+    "chunked_prefill_size": (("--chunked-prefill-size",), int),
     "dcp_comm_backend": (("--dcp-comm-backend",), str),
     "dsa_topk_backend": (("--dsa-topk-backend",), str),
     "cuda_graph_backend_prefill": (("--cuda-graph-backend-prefill",), str),

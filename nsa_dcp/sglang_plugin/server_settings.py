@@ -42,6 +42,7 @@ class ServerSettings:
     dsa_decode_backend: str | None = None
     kv_cache_dtype: str = "auto"
     page_size: int | None = None
+    chunked_prefill_size: int | None = None
     dcp_comm_backend: str | None = None
     dcp_replicate_q_proj: bool | None = None
     dsa_topk_backend: str = "sgl-kernel"

@@ -24,6 +24,8 @@ PAGE_SIZE = 64
 HEAD_BUCKETS = (64, 128)
 # What the packed cache row and the kernels are laid out for.
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
+# Of a token and head in sglang's exchange, in units of bfloat16: the result and a float32 log-sum-exp.
+_PARTIAL_VALUES = KV_LORA_RANK + 2
 
 
 def concerns_us(settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None) -> bool:
@@ -50,11 +52,13 @@ def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple
     if not concerns_us(settings, model, capability):
         return []
     sizes = find_size_problems(settings)
+    topology = [] if sizes else _topology_problems(settings, model)
     return [
         *sizes,
         *_hardware_problems(capability),
         *_model_problems(model),
-        *([] if sizes else _topology_problems(settings, model)),
+        *topology,
+        *([] if sizes or topology else _chunk_problems(settings, model)),
         *_backend_problems(settings),
         *_cache_problems(settings),
         *_speculation_problems(settings),
@@ -138,8 +142,7 @@ def _topology_problems(settings: ServerSettings, model: ModelFacts) -> list[Prob
         asked += f" --attn-dp-size {settings.attn_dp_size}"
     if settings.tp_size % settings.attn_dp_size:
         return [Problem(asked, "--tp-size must be a multiple of --attn-dp-size", "change one of the two")]
-    # One attention-DP shard: the ranks that hold the same requests, attn_tp_size * attn_cp_size of them.
-    span = settings.tp_size // settings.attn_dp_size
+    span = _shard_size(settings)
     if span % settings.dcp_size:
         divisors = ", ".join(str(size) for size in range(2, span + 1) if span % size == 0)
         straddles = settings.attn_dp_size > 1 and settings.tp_size % settings.dcp_size == 0
@@ -171,6 +174,29 @@ def _topology_problems(settings: ServerSettings, model: ModelFacts) -> list[Prob
             )
         ]
     return []
+
+
+def _chunk_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem]:
+    """sglang's merge kernels reach a rank's part of the partial results at 32-bit offsets."""
+    if settings.chunked_prefill_size is None:
+        return []
+    # Of a rank after the exchange: its own heads of every rank, 512 values and a log-sum-exp.
+    heads = model.num_attention_heads // (settings.dcp_size if settings.enable_prefill_cp else _shard_size(settings))
+    most = (2**31 - 1) // (heads * _PARTIAL_VALUES * (settings.dcp_size - 1))
+    if 0 < settings.chunked_prefill_size <= most:
+        return []
+    return [
+        Problem(
+            f"--chunked-prefill-size {settings.chunked_prefill_size}",
+            f"sglang merges results of at most {most:,} tokens at once: of more their offsets exceed 32 bits",
+            f"use --chunked-prefill-size 8192, or another of at most {most}",
+        )
+    ]
+
+
+def _shard_size(settings: ServerSettings) -> int:
+    """Ranks of one attention-DP shard, which hold the same requests: attn_tp_size * attn_cp_size of them."""
+    return settings.tp_size // settings.attn_dp_size
 
 
 def _ranks(number: int) -> str:

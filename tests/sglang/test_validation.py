@@ -120,6 +120,25 @@ def test_a_size_below_1_is_refused_by_its_name_alone(base, field, size):
     assert "at least 1" in problem.reason
 
 
+@pytest.mark.parametrize(
+    ("base", "model", "most"),
+    [
+        (TP_DCP, GLM, 74606),
+        (TP_DCP, DEEPSEEK, 37303),
+        (CP_DCP, GLM, 74606),
+        (dataclasses.replace(TP_DCP, dcp_size=2), GLM, 522247),
+    ],
+    ids=["glm", "deepseek-v3.2", "cp-dcp", "dcp-2"],
+)
+def test_a_chunk_whose_partial_results_exceed_32_bit_offsets_is_refused(base, model, most):
+    for size in (1, 8192, most):
+        assert find_problems(dataclasses.replace(base, chunked_prefill_size=size), model, HOPPER) == []
+    for size in (most + 1, 2**20, -1, 0):
+        (problem,) = find_problems(dataclasses.replace(base, chunked_prefill_size=size), model, HOPPER)
+        assert problem.asked == f"--chunked-prefill-size {size}"
+        assert f"at most {most}" in problem.instead
+
+
 def test_sizes_below_1_do_not_hide_the_other_problems():
     problems = find_problems(served(tp_size=0, attn_dp_size=-2, page_size=0, enable_hisparse=True), GLM, HOPPER)
     assert [problem.asked for problem in problems] == [
