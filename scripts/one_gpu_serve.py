@@ -11,6 +11,8 @@ take turns on it; under a CUDA MPS daemon they run beside each other, and 8 rank
     a2a, ag_rs     the exchange between ranks
     qrep, noqrep   --dcp-replicate-q-proj on or off
     dpN            attention data parallelism
+    cN             contexts of at most N tokens: a context-parallel server has room for the pages of one such request,
+                   and gathers those of a batch in parts
     cpi, cpz       prefill context parallelism over all ranks, tokens dealt by interleave or zigzag
     slice          with those, decode runs a slice of the attention weights on each rank
     mixed          prefill batches take decode tokens along
@@ -101,6 +103,7 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
     }
     flags += [flag for option, flag in optional.items() if option in options]
     flags += [f"--attn-dp-size {option[2:]}" for option in options if re.fullmatch(r"dp\d+", option)]
+    flags += [f"--context-length {option[1:]}" for option in options if re.fullmatch(r"c\d+", option)]
     # Without DCP too, short prompts are attended to by the sparse kernels.
     environment = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
     if "gpus" not in options:

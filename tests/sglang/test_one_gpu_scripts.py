@@ -276,7 +276,7 @@ with starter.maybe_reindex_device_id(5) as gpu_id:
         "tp4-dcp2-dp2",
         "tp2-dcp2-nextn-noqrep",
         "tp4-dcp4-a2a-qrep",
-        "tp4-dcp4-cpi",
+        "tp4-dcp4-cpi-c4096",
         "tp2-dcp2-cpi-mixed-nextn-bf16-nograph",
     ],
 )
@@ -308,6 +308,7 @@ def assert_accepted(tmp_path, config, model):
     assert view.dcp_size == int(config.split("-")[1][3:])
     assert (view.dsa_prefill_backend, view.dsa_decode_backend) == ("flashmla_kv", "flashmla_kv")
     assert view.kv_cache_dtype == ("bfloat16" if "bf16" in config else "fp8_e4m3")
+    assert view.context_length == (4096 if "c4096" in config else None)
     assert view.cuda_graph_config.prefill.backend == "disabled"
     assert view.cuda_graph_config.decode.backend == ("disabled" if "nograph" in config else "full")
     assert view.flashinfer_allreduce_fusion_backend is None
