@@ -178,7 +178,7 @@ def _topology_problems(settings: ServerSettings, model: ModelFacts) -> list[Prob
 
 def _chunk_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem]:
     """sglang's merge kernels reach a rank's part of the partial results at 32-bit offsets."""
-    if settings.chunked_prefill_size is None:
+    if settings.chunked_prefill_size is None or not model.num_attention_heads:
         return []
     # Of a rank after the exchange: its own heads of every rank, 512 values and a log-sum-exp.
     heads = model.num_attention_heads // (settings.dcp_size if settings.enable_prefill_cp else _shard_size(settings))

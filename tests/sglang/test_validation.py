@@ -139,6 +139,13 @@ def test_a_chunk_whose_partial_results_exceed_32_bit_offsets_is_refused(base, mo
         assert f"at most {most}" in problem.instead
 
 
+@pytest.mark.parametrize("base", [TP_DCP, CP_DCP], ids=["tp-dcp", "cp-dcp"])
+def test_a_config_without_heads_is_judged_and_not_divided_by(base):
+    settings = dataclasses.replace(base, chunked_prefill_size=8192, enable_hisparse=True)
+    problems = find_problems(settings, dataclasses.replace(GLM, num_attention_heads=0), HOPPER)
+    assert [problem.asked for problem in problems] == ["--enable-hisparse"]
+
+
 def test_sizes_below_1_do_not_hide_the_other_problems():
     problems = find_problems(served(tp_size=0, attn_dp_size=-2, page_size=0, enable_hisparse=True), GLM, HOPPER)
     assert [problem.asked for problem in problems] == [

@@ -151,6 +151,14 @@ def test_an_unknown_cache_dtype_is_refused_with_every_spelling(run, capsys, comm
     assert "must be one of fp8_e4m3, bf16" in refusal and "bfloat16, got 'fp8_e5m2'" in refusal
 
 
+def test_the_planner_repeats_what_the_plugin_serves_as_it_is():
+    from nsa_dcp import capacity_cli
+    from nsa_dcp.sglang_plugin import cp_validation, validation
+
+    assert capacity_cli._SERVED_PAGE_SIZE == validation.PAGE_SIZE
+    assert set(capacity_cli._UNSLICED) == set(validation.ARCHITECTURES) - set(cp_validation.SLICED_ARCHITECTURES)
+
+
 def test_model_says_that_a_slice_sglang_does_not_make_is_a_what_if(run):
     deepseek = ("model", "--preset", "deepseek-v3.2", "--batch", "8", "--context", "4096")
     sliced = (*deepseek, "--cp-decode-attn-tp")
