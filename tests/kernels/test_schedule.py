@@ -234,6 +234,11 @@ def test_kernel_plans_as_the_reference(device, num_rows, width, parts, lengths):
     assert_kernel_agrees(*compact_rows(drawn.clamp(0, width).tolist(), width), parts, device)
 
 
+def test_kernel_plans_as_the_reference_on_a_line_of_over_32768_half_blocks(device):
+    """Packed into the upper half of an integer, such a line's end was negative, and rows behind it were lost."""
+    assert_kernel_agrees(*compact_rows([22400] * 48, 22400), 24, device)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("h_q", [64, 128])
 @pytest.mark.parametrize("width", [64, 512, 1024, 2048])

@@ -232,10 +232,10 @@ def _schedule_kernel(
     my_pieces = 1 + end_cut - my_cut - starts_part.to(tl.int32)
 
     # The first cut past this row ends the last part that starts in it. It falls in the row behind the last that ends
-    # before it.
+    # before it. (The end of the line needs all 16 bits, which only the lower half has: the upper one has a sign.)
     passed = (blocks > 0) & (end2 <= end_cut * step)
-    next_at = tl.max(tl.where(passed, _pack(end2, row + 1, WIDE), 0), axis=0)
-    next_start2, next_row = _unpack(next_at, WIDE)
+    next_at = tl.max(tl.where(passed, _pack(row + 1, end2, WIDE), 0), axis=0)
+    next_row, next_start2 = _unpack(next_at, WIDE)
     next_blocks = _load_blocks(length_ptr, next_row, num_rows)
     next_before = _load_blocks(length_ptr, next_row - 1, num_rows)
     next_after = _load_blocks(length_ptr, next_row + 1, num_rows)
