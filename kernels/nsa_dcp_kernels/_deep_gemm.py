@@ -60,7 +60,7 @@ def score_index(
         return torch.empty((num_tokens, max_context_len), dtype=torch.float32, device=q.device)
     if q.dtype == torch.float64 or index_cache.dtype == torch.float64:
         raise NotImplementedError("float64 scores are for the CPU; on a GPU q and index_cache are bfloat16 or float32")
-    if not page_table.shape[1] or not index_cache.shape[0]:
+    if not page_table.numel() or not index_cache.shape[0]:
         raise ValueError(f"page_table must have a page per request, got {list(page_table.shape)}")
     if index_cache.dtype != torch.uint8 or num_heads not in _HEADS:
         from nsa_dcp_kernels._triton.index_logits import score_index as launch

@@ -145,8 +145,9 @@ def _padded_queries(q: torch.Tensor, heads: int) -> torch.Tensor:
         padded = q.new_empty(q.shape[0], heads, q.shape[2])
         padded[:, : q.shape[1]] = q
         return padded
-    # The kernels read rows through TMA: dense values, 16-byte strides.
-    return q if q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 else q.contiguous()
+    # The kernels read rows through TMA: dense values, 16-byte strides, a start that is a multiple of 16 bytes.
+    strided_for_tma = q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
+    return q if strided_for_tma and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
 
 
 def planning_pays(num_tokens: int, heads: int, dcp_size: int | None) -> bool:

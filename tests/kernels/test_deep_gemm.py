@@ -140,6 +140,19 @@ def test_triton_scores_of_bf16_queries_match_float64(cache_dtype, num_heads):
     check_scores(scoring, 1500, RMS_BF16, scored)
 
 
+def test_index_cache_that_is_a_part_of_a_wider_one_is_refused(device):
+    q, weights, cache, *rest = (tensor.to(device) for tensor in draw_scoring([2], 64, 8, torch.bfloat16))
+    wider = torch.cat([cache, cache], dim=1)[:, :128]
+    with pytest.raises(ValueError, match=r"index_cache must be contiguous, got strides \(256, 1\)"):
+        kernels.score_index(q, weights, wider, *rest, 64)
+
+
+def test_queries_without_a_request_are_refused():
+    q, weights, cache, table, *rest = draw_scoring([2], 64, 32, torch.uint8)
+    with pytest.raises(ValueError, match=r"page_table must have a page per request, got \[0, 1\]"):
+        _deep_gemm.score_index(q, weights, cache, table[:0], *rest, 64)
+
+
 def bf16_queries(scoring):
     return (scoring[0].bfloat16(), *scoring[1:])
 

@@ -185,6 +185,13 @@ def test_queries_in_a_wider_tensor_are_read_in_place():
     check_attention(q, cache, slots, out, lse)
 
 
+def test_queries_that_tma_cannot_read_are_copied():
+    flat = torch.randn(2 * 64 * LATENT_DIM + 1).bfloat16()
+    q = flat[1:].view(2, 64, LATENT_DIM)
+    readable = _flash_mla._padded_queries(q, 64)
+    assert readable.data_ptr() % 16 == 0 and torch.equal(readable, q)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("num_tokens", [1, 64, 160, 300])

@@ -100,6 +100,8 @@ def test_gather_copies_whole_pages_bit_for_bit(width, page_size, dtype, device):
     expected = torch.cat([cache[page * page_size : (page + 1) * page_size] for page in pages.tolist()])
     assert_bitwise_equal(gather_pages(cache, pages, page_size), expected)
     assert_bitwise_equal(kernels.gather_pages(cache.to(device), pages.to(device), page_size), expected)
+    column = torch.stack([pages, torch.full_like(pages, POISON_INT)], dim=1).to(device)[:, 0]
+    assert_bitwise_equal(kernels.gather_pages(cache.to(device), column, page_size), expected)
 
 
 @pytest.mark.parametrize("dcp_size", [1, 2, 3, 4, 8])
@@ -118,6 +120,8 @@ def test_kernel_remaps_as_the_reference_does(width, dcp_size, device):
     for view in (every_other, first_columns):
         again = kernels.remap_to_gathered(view, page_pos.to(device), dcp_size, 256, 64)
         assert_bitwise_equal(again, got)
+    column = torch.stack([page_pos, torch.full_like(page_pos, POISON_INT)], dim=1).to(device)[:, 0]
+    assert_bitwise_equal(kernels.remap_to_gathered(slots.to(device), column, dcp_size, 256, 64), got)
 
 
 def test_nothing_selected_and_nothing_gathered(device):

@@ -109,6 +109,13 @@ def test_kernel_packs_the_real_heads_of_a_padded_output(device):
     assert_bitwise_equal(packed, reference.pack_partials(out[:, :6, ::2], transposed.T[:, :6], 2))
 
 
+def test_kernel_packs_outputs_that_start_within_a_word(device):
+    flat = torch.randn(1 + 3 * 4 * 16).bfloat16()
+    lse = torch.randn(3, 4)
+    packed = kernels.pack_partials(flat.to(device)[1:].view(3, 4, 16), lse.to(device), 2)
+    assert_bitwise_equal(packed, reference.pack_partials(flat[1:].view(3, 4, 16), lse, 2))
+
+
 def test_twenty_merges_are_bitwise_equal(device_dtype):
     device, dtype = device_dtype
     out, lse = draw_partials(8, 3, 2, 64, dtype)

@@ -260,6 +260,8 @@ def assert_kernel_agrees(rows: torch.Tensor, length: torch.Tensor, parts: int, d
 
     aligned, schedule, num_splits = launch(rows.to(device), length.to(device), parts, 2 * parts)
     expected = plan_rows(rows, length, parts)
+    every_other = torch.stack([length, torch.zeros_like(length)], dim=1).to(device)[:, 0]
+    assert_bitwise_equal(launch(rows.to(device), every_other, parts, 2 * parts)[1], schedule)
     assert_bitwise_equal(aligned.cpu(), torch.cat([plan.rows for plan in expected]))
     assert_bitwise_equal(schedule.cpu(), torch.stack([plan.schedule for plan in expected]))
     for index, plan in enumerate(expected):

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nsa_dcp_kernels import kv_format
+from nsa_dcp_kernels._checks import check
 
 INDEX_HEAD_DIM = tl.constexpr(kv_format.INDEX_HEAD_DIM)
 INDEX_PAGE_BYTES = tl.constexpr(kv_format.PAGE_SIZE * kv_format.INDEX_KEY_BYTES)
@@ -82,6 +83,7 @@ def score_index(
     context_lens: torch.Tensor,
     max_context_len: int,
 ) -> torch.Tensor:
+    check(index_cache.is_contiguous(), "index_cache", "be contiguous", f"strides {index_cache.stride()}")
     num_tokens, num_heads, _ = q.shape
     logits = torch.empty((num_tokens, max_context_len), dtype=torch.float32, device=q.device)
     if logits.numel() == 0:

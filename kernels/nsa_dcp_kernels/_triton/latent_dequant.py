@@ -39,6 +39,7 @@ def dequantise_latent(packed: torch.Tensor) -> torch.Tensor:
     num_rows = packed.shape[0]
     latent = torch.empty((num_rows, kv_format.LATENT_DIM), dtype=torch.bfloat16, device=packed.device)
     if num_rows:
+        packed = packed.contiguous()
         _dequantise_kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
             packed,
             packed.view(torch.float32),

@@ -55,7 +55,7 @@ def gather_pages(cache: torch.Tensor, pages: torch.Tensor, page_size: int) -> to
     page_words = page_bytes // word.itemsize
     _gather_pages_kernel[(pages.shape[0], triton.cdiv(page_words, _WORDS_PER_PROGRAM))](
         cache.view(-1).view(word),
-        pages,
+        pages.contiguous(),
         gathered.view(-1).view(word),
         page_words,
         BLOCK=_WORDS_PER_PROGRAM,
@@ -76,7 +76,7 @@ def remap_to_gathered(
     block = min(_SLOTS_PER_PROGRAM, triton.next_power_of_2(width))
     _remap_to_gathered_kernel[(num_tokens, triton.cdiv(width, block))](
         topk_slots,
-        page_pos,
+        page_pos.contiguous(),
         rows,
         width,
         topk_slots.stride(0),

@@ -208,7 +208,8 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     step = 4 // tensor.itemsize
     aligned = tensor.storage_offset() % step == 0 and all(stride % step == 0 for stride in tensor.stride()[:-1])
     if tensor.stride(-1) != 1 or not aligned:
-        tensor = tensor.contiguous()
+        # Dense values may start within a word, and `contiguous` would leave them there.
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(torch.int32)
 
 

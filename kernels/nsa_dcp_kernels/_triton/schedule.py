@@ -323,7 +323,7 @@ def plan_rows(
     longest = max(launch_rows, 2 * min(launch_rows, parts)) << load_bits
     _schedule_kernel[(launch_rows, launches)](
         rows,
-        length,
+        length.contiguous(),
         aligned,
         schedule,
         num_splits,
