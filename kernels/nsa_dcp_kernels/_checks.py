@@ -22,6 +22,8 @@ def check_tensor(
 ) -> None:
     """Check a tensor's shape (None is any size), dtype, and that it lies on the device of `like`.
 
+    Without `like`, a tensor on a GPU must lie on the current one.
+
     Raises:
         ValueError: one of them differs.
     """
@@ -31,8 +33,21 @@ def check_tensor(
     check(fits, name, f"have shape {wanted}", list(tensor.shape))
     allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     check(tensor.dtype in dtypes, name, f"have dtype {allowed}", str(tensor.dtype).removeprefix("torch."))
-    if like is not None:
+    if like is None:
+        check_current_device(tensor, name)
+    else:
         check(tensor.device == like.device, name, f"be on {like.device}", tensor.device)
+
+
+def check_current_device(tensor: torch.Tensor, name: str) -> None:
+    """Check that a tensor is not on a GPU other than the current one, which is where Triton and DeepGEMM launch.
+
+    Raises:
+        ValueError: it is.
+    """
+    if tensor.is_cuda:
+        current = torch.cuda.current_device()
+        check(tensor.device.index == current, name, f"be on the current device, cuda:{current}", tensor.device)
 
 
 def check_rank(dcp_size: int, dcp_rank: int, interleave_size: int = 1) -> None:

@@ -9,7 +9,7 @@ pages from every rank yields each of their tokens exactly once.
 import torch
 
 from nsa_dcp_kernels import reference
-from nsa_dcp_kernels._checks import check, check_tensor
+from nsa_dcp_kernels._checks import check, check_current_device, check_tensor
 from nsa_dcp_kernels.kv_format import PAGE_SIZE
 
 
@@ -28,6 +28,7 @@ def gather_pages(cache: torch.Tensor, pages: torch.Tensor, page_size: int = PAGE
         ValueError: a shape or dtype is not as above.
     """
     check(cache.dim() == 2 and cache.shape[0] % page_size == 0, "cache", f"be [n * {page_size}, W]", list(cache.shape))
+    check_current_device(cache, "cache")
     check_tensor(pages, "pages", (None,), torch.int32, like=cache)
     if cache.is_cuda:
         from nsa_dcp_kernels._triton.page_gather import gather_pages as launch

@@ -55,6 +55,8 @@ def check_attend(
     check_tensor(q, "q", (None, None, LATENT_DIM), floats)
     width = LATENT_BYTES if kv_rows.dtype == torch.uint8 else LATENT_DIM
     check_tensor(kv_rows, "kv_rows", (None, width), (torch.uint8, *floats), like=q)
+    served = not kv_rows.is_cuda or kv_rows.dtype in (torch.uint8, torch.bfloat16)
+    check(served, "kv_rows", "be uint8 or bfloat16 on a GPU", kv_rows.dtype)
     check_tensor(topk_rows, "topk_rows", (q.shape[0], None), torch.int32, like=q)
     if topk_length is not None:
         check_tensor(topk_length, "topk_length", (q.shape[0],), torch.int32, like=q)
