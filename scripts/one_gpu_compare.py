@@ -118,9 +118,20 @@ def check_report(report: dict) -> list[str]:
     for answer in report["scenes"].get("prefix", [])[1:]:
         if not answer["cached_tokens"] and not in_turn:
             problems.append("no prefix was found in the cache")
+    if "update" in config.split("-"):
+        problems += _check_update(report["update"])
     if "kill" in config.split("-") and report["kill"].get("exit") is None:
         problems.append(f"the server lived on after a rank was killed: {report['kill']}")
     return problems
+
+
+def _check_update(update: dict) -> list[str]:
+    """An update changes the answers (whether to the right ones, its scene tells), or is refused and changes none."""
+    if update["status"] == 200:
+        return ["the weights were updated, and the answers are the old ones"] * update["tokens_kept"]
+    if "online weight updates are not supported here" not in str(update["said"]):
+        return [f"an update of the weights was answered {update['status']}: {update['said']}"]
+    return [] if update["tokens_kept"] else ["an update of the weights was refused, and the answers changed"]
 
 
 HEADER = (

@@ -11,6 +11,7 @@ take turns on it; under a CUDA MPS daemon they run beside each other, and 8 rank
     a2a, ag_rs     the exchange between ranks
     qrep, noqrep   --dcp-replicate-q-proj on or off
     dpN            attention data parallelism
+    ppN            N pipeline stages of tpN ranks each
     cN             contexts of at most N tokens: a context-parallel server has room for the pages of one such request,
                    and gathers those of a batch in parts
     cpi, cpz       prefill context parallelism over all ranks, tokens dealt by interleave or zigzag
@@ -20,6 +21,7 @@ take turns on it; under a CUDA MPS daemon they run beside each other, and 8 rank
     nograph        no decode graphs
     nextn          speculation with the model's own draft layer
     retract        a small pool, and requests are retracted every few steps
+    update         at the end the weights are updated to those of the checkpoint MODEL-updated, or that is refused
     kill           at the end one rank is killed
     profile        at the end eight decode steps of eight requests are traced, into OUT/CONFIG-trace
     gpus           each rank has a GPU of its own, and sglang's own all-reduce
@@ -102,8 +104,10 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
         f"--speculative-num-draft-tokens {DRAFT_TOKENS}",
     }
     flags += [flag for option, flag in optional.items() if option in options]
-    flags += [f"--attn-dp-size {option[2:]}" for option in options if re.fullmatch(r"dp\d+", option)]
-    flags += [f"--context-length {option[1:]}" for option in options if re.fullmatch(r"c\d+", option)]
+    numbered = {"dp": "--attn-dp-size", "pp": "--pp-size", "c": "--context-length"}
+    for option in options:
+        if (found := re.fullmatch(r"([a-z]+)(\d+)", option)) and found[1] in numbered:
+            flags.append(f"{numbered[found[1]]} {found[2]}")
     # Without DCP too, short prompts are attended to by the sparse kernels.
     environment = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
     if "gpus" not in options:
@@ -199,6 +203,20 @@ def misuse(server: Server, times: int = 8) -> dict[str, object]:
     }
 
 
+def update_weights(server: Server, model: Path) -> tuple[dict[str, object], list[dict]]:
+    """Have the server take another checkpoint's weights; return what it said, and how it then answers."""
+
+    def answers() -> list[dict]:
+        return [ask(server, f"{length} tokens updated", prompt(length, 8)) for length in (64, 2500, 5000)]
+
+    before = answers()
+    other = model.with_name(f"{model.name}-updated")
+    status, said = server.post({"model_path": str(other)}, REQUEST_TIMEOUT_S, "/update_weights_from_disk")
+    after = answers()
+    kept = [answer["tokens"] for answer in before] == [answer["tokens"] for answer in after]
+    return {"status": status, "said": said, "tokens_kept": kept}, after
+
+
 def kill_a_rank(server: Server) -> dict[str, object]:
     """Kill one scheduler; the server must end by itself."""
     names = {child: Path(f"/proc/{child}/cmdline").read_text() for child in server.children()}
@@ -260,6 +278,10 @@ def run(model: Path, config: str, out: Path, port: int) -> str:
         found = {"scenes": ask_everything(server, "retract" in options), "misuse": misuse(server)}
         if "profile" in options:
             found["traces"] = profile(server, out / f"{config}-trace", parse_sizes(config)[0])
+        if "update" in options:
+            found["update"], answers = update_weights(server, model)
+            if found["update"]["status"] == 200:
+                found["scenes"]["updated"] = answers
         if "kill" in options:
             found["kill"] = kill_a_rank(server)
         return found

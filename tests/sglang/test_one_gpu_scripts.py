@@ -34,6 +34,10 @@ def report(**changes):
     } | changes
 
 
+def updated(status, said="nsa-dcp: online weight updates are not supported here", tokens_kept=True):
+    return {"config": "tp4-dcp4-update", "update": {"status": status, "said": said, "tokens_kept": tokens_kept}}
+
+
 def answer_of(other):
     return other["scenes"]["first"][0]
 
@@ -110,8 +114,14 @@ def test_what_is_missing_fails(missing):
         ({"config": "tp4-dcp4-retract"}, "nothing was retracted"),
         ({"config": "tp4-dcp4-kill", "kill": {"killed": 7, "exit": None}}, "lived on"),
         ({"scenes": {"prefix": [{"cached_tokens": 0}, {"cached_tokens": 0}]}}, "no prefix was found"),
+        (updated(200, tokens_kept=True), "the answers are the old ones"),
+        (updated(400, tokens_kept=False), "refused, and the answers changed"),
+        (updated(500, "a traceback"), "500: a traceback"),
     ],
-    ids=["capacity", "logged-capacity", "malformed", "afterwards", "retract", "kill", "prefix"],
+    ids=[
+        *["capacity", "logged-capacity", "malformed", "afterwards", "retract", "kill", "prefix"],
+        *["update-without-effect", "update-with-half-an-effect", "update-fails"],
+    ],
 )
 def test_a_report_that_contradicts_itself_is_a_problem(changes, problem):
     (found,) = compare.check_report(report(**changes))
@@ -125,6 +135,11 @@ def test_requests_that_are_dealt_in_turn_need_not_find_a_prefix():
 
 def test_a_good_report_has_no_problem():
     assert compare.check_report(report()) == []
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_an_update_may_change_the_answers_or_be_refused(status):
+    assert compare.check_report(report(**updated(status, tokens_kept=status != 200))) == []
 
 
 def test_rounding_comes_from_two_stock_servers(tmp_path):
@@ -158,6 +173,7 @@ def test_rounding_comes_from_two_stock_servers(tmp_path):
         ("tp2-dcp2-a2a-noqrep-nextn", ["--no-dcp-replicate-q-proj", "NEXTN"], []),
         ("tp4-dcp4-retract", ["--max-total-tokens 2048"], []),
         ("tp4-dcp4-cpi-slice", ["--cp-strategy interleave --attn-cp-size 4", "--enable-cp-decode-attn-tp"], ["zigzag"]),
+        ("tp2-dcp2-pp2-c4096", ["--tp-size 2", "--pp-size 2", "--context-length 4096"], ["--attn-dp-size"]),
         ("tp8-dcp8-cpz-mixed", ["--cp-strategy zigzag --attn-cp-size 8", "--enable-mixed-chunk"], ["decode-attn-tp"]),
     ],
 )
@@ -274,6 +290,7 @@ with starter.maybe_reindex_device_id(5) as gpu_id:
         "tp8-dcp8-ag_rs-nograph",
         "tp4-dcp2-bf16",
         "tp4-dcp2-dp2",
+        "tp2-dcp2-pp2",
         "tp2-dcp2-nextn-noqrep",
         "tp4-dcp4-a2a-qrep",
         "tp4-dcp4-cpi-c4096",
