@@ -83,14 +83,6 @@ def find_feature_problems(settings: ServerSettings) -> list[Problem]:
         if value not in _OFF:
             shown = type(value) in (str, int)
             problems.append(Problem(f"{flag} {value}" if shown else flag, reason, _DROP))
-    if settings.pp_size > 1:
-        problems.append(
-            Problem(
-                f"--pp-size {settings.pp_size}",
-                "no pipeline stage was ever run under DCP",
-                "use more tensor parallelism, or serve with --dcp-size 1",
-            )
-        )
     if settings.decode_cuda_graph == "breakable":
         problems.append(Problem("breakable decode graphs", _NO_METADATA, "use full ones, or none"))
     if settings.foreign_draft:

@@ -35,11 +35,11 @@ COMMANDS = {
     "--speculative-draft-model-path other": "--speculative-draft-model-path",
     "--cpu-offload-gb 4": "--cpu-offload-gb 4",
     "--dtype float16": "--dtype float16",
-    "--pp-size 2": "--pp-size 2",
     "--enable-lora": "--enable-lora",
 }
 SERVED = [
     "--elastic-ep-backend none",
+    "--pp-size 2",
     "--cuda-graph-backend-decode disabled",
     "--cuda-graph-backend-decode full",
     "--dtype bfloat16",
