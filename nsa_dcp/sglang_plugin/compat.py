@@ -61,6 +61,11 @@ SYMBOLS = (
         ("cfg",),
     ),
     Symbol("sglang.srt.configs.model_config:is_deepseek_dsa", "which models are ours", ("config",)),
+    Symbol(
+        "sglang.srt.configs.model_config:dsa_layer_skips_topk",
+        "pipeline stages start at layers that select",
+        ("config", "layer_id"),
+    ),
     Symbol("sglang.srt.configs.model_config:get_dsa_index_kpool", "pooled index keys are refused", ("config",)),
     Symbol("sglang.srt.connector:ConnectorType", "a checkpoint in another server's memory has no config to read"),
     Symbol("sglang.srt.utils.common:parse_connector_type", "the same", ("url",)),

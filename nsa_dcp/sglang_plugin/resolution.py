@@ -7,10 +7,12 @@ to the arguments.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from nsa_dcp.sglang_plugin.pipeline_rules import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.validation import (
     HOPPER,
     SPARSE_BACKEND,
@@ -127,6 +129,7 @@ def read_command(server_args: Any) -> tuple[ServerSettings, ModelFacts, tuple[in
         prefill_cuda_graph=_cuda_graph_backend(view, "prefill"),
         decode_cuda_graph=_cuda_graph_backend(view, "decode"),
         foreign_draft=view.speculative_draft_model_path not in (None, view.model_path),
+        pp_layer_partition=os.environ.get(PARTITION_VARIABLE),
         **{name: getattr(view, name) for name in same_name},
     )
     if settings.dcp_size <= 1:
@@ -136,7 +139,7 @@ def read_command(server_args: Any) -> tuple[ServerSettings, ModelFacts, tuple[in
 
 def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
     from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.configs.model_config import get_dsa_index_kpool, is_deepseek_dsa
+    from sglang.srt.configs.model_config import dsa_layer_skips_topk, get_dsa_index_kpool, is_deepseek_dsa
     from sglang.srt.connector import ConnectorType
     from sglang.srt.utils.common import parse_connector_type
 
@@ -155,6 +158,10 @@ def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
         qk_rope_head_dim=model_config.qk_rope_head_dim,
         index_topk=hf_config.index_topk,
         index_kpool=get_dsa_index_kpool(hf_config),
+        num_hidden_layers=hf_config.num_hidden_layers,
+        indexer_layers=tuple(
+            layer for layer in range(hf_config.num_hidden_layers) if not dsa_layer_skips_topk(hf_config, layer)
+        ),
     )
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from nsa_dcp.model_dims import preset_dims
+from nsa_dcp.model_dims import indexer_layers, preset_dims
+from nsa_dcp.sglang_plugin.pipeline_rules import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.validation import ModelFacts, ServerSettings
 
 _LAUNCHERS = (("-m", "sglang.launch_server"), ("sglang", "serve"))
@@ -152,6 +154,7 @@ def command_from_fields(
     given.setdefault("decode_attention_backend", both)
     for phase in ("prefill", "decode"):
         given[f"{phase}_cuda_graph"] = given.get(f"cuda_graph_backend_{phase}")
+    given["pp_layer_partition"] = os.environ.get(PARTITION_VARIABLE)
     given["foreign_draft"] = given.get("speculative_draft_model_path") not in (None, given.get("model_path"))
     known = {field.name for field in fields(ServerSettings)}
     settings = ServerSettings(**{name: value for name, value in given.items() if name in known})
@@ -178,12 +181,18 @@ def read_model_facts(model_path: str | Path) -> ModelFacts:
     if not text.get("index_topk"):
         return ModelFacts(is_dsa=False, architecture=architectures[0])
     numbers = {}
-    for field in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "index_topk"):
+    for field in ("num_attention_heads", "num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_topk"):
         value = text.get(field)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{field} must be an integer, got {value!r} ({path})")
         numbers[field] = value
-    return ModelFacts(is_dsa=True, architecture=architectures[0], index_kpool=text.get("index_kpool") or 1, **numbers)
+    return ModelFacts(
+        is_dsa=True,
+        architecture=architectures[0],
+        index_kpool=text.get("index_kpool") or 1,
+        indexer_layers=indexer_layers(text, source=str(path)),
+        **numbers,
+    )
 
 
 def preset_model_facts(preset: str) -> ModelFacts:
@@ -196,6 +205,8 @@ def preset_model_facts(preset: str) -> ModelFacts:
         kv_lora_rank=dims.kv_lora_rank,
         qk_rope_head_dim=dims.qk_rope_head_dim,
         index_topk=dims.index_topk,
+        num_hidden_layers=dims.num_hidden_layers,
+        indexer_layers=dims.indexer_layers,
     )
 
 

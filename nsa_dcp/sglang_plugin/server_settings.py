@@ -13,7 +13,7 @@ class ServerSettings:
     Fields carry sglang's names, but for `DERIVED`. None means "not given": sglang or nsa-dcp will choose, which is
     never a problem, but for `grammar_backend`: sglang then always chooses one. `prefill_cuda_graph` and
     `decode_cuda_graph` are the graph backends asked for; None or "disabled" when none was. `foreign_draft`: drafts come
-    from another checkpoint.
+    from another checkpoint. `pp_layer_partition`: the variable of `pipeline_rules`, as the environment has it.
     """
 
     DERIVED: ClassVar[frozenset[str]] = frozenset(
@@ -23,6 +23,7 @@ class ServerSettings:
             "prefill_cuda_graph",
             "decode_cuda_graph",
             "foreign_draft",
+            "pp_layer_partition",
         )
     )
 
@@ -30,6 +31,7 @@ class ServerSettings:
     tp_size: int = 1
     dp_size: int = 1
     pp_size: int = 1
+    pp_layer_partition: str | None = None
     attn_dp_size: int = 1
     attn_cp_size: int = 1
     enable_prefill_cp: bool = False
@@ -96,7 +98,8 @@ class ServerSettings:
 class ModelFacts:
     """The part of a checkpoint's config that decides whether nsa-dcp can serve it.
 
-    `is_dsa`: the model has DeepSeek Sparse Attention. The other fields carry the config's names.
+    `is_dsa`: the model has DeepSeek Sparse Attention. `indexer_layers`: the layers that select, ascending. The other
+    fields carry the config's names.
     """
 
     is_dsa: bool
@@ -106,6 +109,8 @@ class ModelFacts:
     qk_rope_head_dim: int = 0
     index_topk: int = 0
     index_kpool: int = 1
+    num_hidden_layers: int = 0
+    indexer_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from nsa_dcp.sglang_plugin.cp_validation import SLICED_ARCHITECTURES, find_context_parallel_problems
 from nsa_dcp.sglang_plugin.feature_rules import find_feature_problems
+from nsa_dcp.sglang_plugin.pipeline_rules import find_pipeline_problems
 from nsa_dcp.sglang_plugin.server_settings import ModelFacts, Problem, ServerSettings
 from nsa_dcp.sglang_plugin.stock_rules import find_size_problems
 
@@ -63,6 +64,7 @@ def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple
         *_cache_problems(settings),
         *_speculation_problems(settings),
         *find_feature_problems(settings),
+        *([] if sizes else find_pipeline_problems(settings, model)),
         *_slice_problems(settings, model),
     ]
 

@@ -12,8 +12,16 @@ GLM = ModelFacts(
     kv_lora_rank=512,
     qk_rope_head_dim=64,
     index_topk=2048,
+    num_hidden_layers=78,
+    indexer_layers=(0, 1, *range(2, 78, 4)),
 )
-DEEPSEEK = dataclasses.replace(GLM, architecture="DeepseekV32ForCausalLM", num_attention_heads=128)
+DEEPSEEK = dataclasses.replace(
+    GLM,
+    architecture="DeepseekV32ForCausalLM",
+    num_attention_heads=128,
+    num_hidden_layers=61,
+    indexer_layers=tuple(range(61)),
+)
 TP_DCP = ServerSettings(
     dcp_size=8,
     tp_size=8,

@@ -39,7 +39,6 @@ COMMANDS = {
 }
 SERVED = [
     "--elastic-ep-backend none",
-    "--pp-size 2",
     "--cuda-graph-backend-decode disabled",
     "--cuda-graph-backend-decode full",
     "--dtype bfloat16",

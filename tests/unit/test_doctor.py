@@ -277,12 +277,15 @@ def test_model_facts_come_from_a_config(tmp_path):
         "architectures": ["GlmMoeDsaForCausalLM"],
         "index_topk": 2048,
         "num_attention_heads": 64,
+        "num_hidden_layers": 6,
+        "index_topk_freq": 2,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = read_model_facts(tmp_path)
     assert (facts.is_dsa, facts.architecture, facts.num_attention_heads) == (True, "GlmMoeDsaForCausalLM", 64)
+    assert (facts.num_hidden_layers, facts.indexer_layers) == (6, (0, 1, 3, 5))
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     assert not read_model_facts(tmp_path).is_dsa
     (tmp_path / "config.json").write_text(json.dumps({**config, "kv_lora_rank": "512"}))

@@ -1,0 +1,104 @@
+"""Pipelines: a stage that would start at a layer without a selection of its own is refused, and so is what no pipeline
+was run with. The stages judged are those that sglang makes."""
+
+import argparse
+import dataclasses
+import json
+
+import one_gpu_model
+import pytest
+from served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP
+
+from nsa_dcp.sglang_plugin.pipeline_rules import PARTITION_VARIABLE, split_layers
+from nsa_dcp.sglang_plugin.validation import find_problems
+
+
+def judge(settings=TP_DCP, model=GLM, **changes):
+    return find_problems(dataclasses.replace(settings, **{"pp_size": 2} | changes), model, HOPPER)
+
+
+@pytest.mark.parametrize("settings", [TP_DCP, CP_DCP, dataclasses.replace(CP_DCP, enable_cp_decode_attn_tp=True)])
+def test_stages_that_start_at_a_layer_that_selects_are_served(settings):
+    assert judge(settings, pp_layer_partition="38,40") == []
+    assert judge(settings, pp_size=3, pp_layer_partition="26,28,24") == []
+
+
+def test_where_every_layer_selects_any_stages_are_served():
+    assert judge(model=DEEPSEEK) == []
+    assert judge(model=DEEPSEEK, pp_size=61) == []
+    assert judge(model=DEEPSEEK, pp_layer_partition="1,60") == []
+
+
+def test_a_stage_that_would_wait_for_a_selection_is_refused_with_a_partition_that_is_served():
+    (problem,) = judge()
+    assert problem.asked == "--pp-size 2"
+    assert "start at layer 39" in problem.reason
+    assert problem.instead == f"set {PARTITION_VARIABLE}=38,40"
+    assert judge(pp_layer_partition=problem.instead.rpartition("=")[2]) == []
+    for pp_size in range(3, 13):
+        for problem in judge(pp_size=pp_size):
+            assert judge(pp_size=pp_size, pp_layer_partition=problem.instead.rpartition("=")[2]) == []
+
+
+def test_more_stages_than_there_are_selections_have_no_partition():
+    few = dataclasses.replace(GLM, num_hidden_layers=4, indexer_layers=(0,))
+    (problem,) = judge(model=few)
+    assert problem.instead == "use a smaller --pp-size"
+
+
+@pytest.mark.parametrize("partition", ["", "39", "38,39", "40,40", "78,0", "-1,79", "a,b", "38;40"])
+def test_a_partition_that_is_none_is_refused_by_its_name(partition):
+    (problem,) = judge(pp_layer_partition=partition)
+    assert problem.asked == f"{PARTITION_VARIABLE}={partition}"
+
+
+def test_more_stages_than_layers_are_refused():
+    (problem,) = judge(model=DEEPSEEK, pp_size=62)
+    assert problem.asked == "--pp-size 62"
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "flag"),
+    [
+        (TP_DCP, {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}, "--speculative-algorithm EAGLE"),
+        (CP_DCP, {"cp_strategy": "zigzag"}, "--cp-strategy zigzag"),
+        (TP_DCP, {"attn_dp_size": 2, "dcp_size": 4}, "--attn-dp-size 2"),
+    ],
+)
+def test_what_no_pipeline_was_run_with_is_refused(settings, changes, flag):
+    (problem,) = judge(settings, pp_layer_partition="38,40", **changes)
+    assert problem.asked == f"--pp-size 2 with {flag}"
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(("num_layers", "pp_size"), [(78, 2), (78, 4), (61, 2), (61, 7), (5, 5), (4, 3)])
+def test_stages_are_those_of_sglang(num_layers, pp_size, monkeypatch):
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    monkeypatch.delenv(PARTITION_VARIABLE, raising=False)
+    bounds = [get_pp_indices(num_layers, rank, pp_size) for rank in range(pp_size)]
+    assert split_layers(num_layers, pp_size) == [end - start for start, end in bounds]
+
+
+@pytest.mark.sglang
+@pytest.mark.usefixtures("registered", "on_hopper")
+@pytest.mark.parametrize(("partition", "refused"), [(None, False), ("1,3", True), ("2,2", False), ("3,1", True)])
+def test_sglang_hands_the_partition_and_the_layers_that_select_to_our_rule(tmp_path, monkeypatch, partition, refused):
+    from sglang.srt.server_args import ServerArgs
+
+    # Layers 0 and 2 of four select.
+    fields = one_gpu_model.COMMON | {"num_nextn_predict_layers": 0} | one_gpu_model.MODELS["glm"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    if partition is None:
+        monkeypatch.delenv(PARTITION_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(PARTITION_VARIABLE, partition)
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    command = f"--model-path {tmp_path} --device cuda --tp-size 2 --dcp-size 2 --pp-size 2 --attention-backend nsa"
+    args = ServerArgs.from_cli_args(parser.parse_args([*command.split(), "--kv-cache-dtype", "fp8_e4m3"]))
+    if refused:
+        with pytest.raises(ValueError, match="a stage would start at layer"):
+            args.resolve_once()
+    else:
+        args.resolve_once()
