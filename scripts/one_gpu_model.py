@@ -82,19 +82,21 @@ MODELS = {
 }
 
 
-def write_checkpoint(out: Path, name: str, seed: int = 0) -> None:
+def write_checkpoint(out: Path, name: str, seed: int = 0, shift: int = 0) -> None:
     """Write config.json and model.safetensors of one of MODELS.
 
     Args:
         out: a folder; made if it is not there.
         name: a key of MODELS.
-        seed: of the random weights.
+        seed: of the random weights. Whatever they are, the model looks up the same tokens.
+        shift: answers with the token that is so many further in the vocabulary.
     """
     out.mkdir(parents=True, exist_ok=True)
     config = COMMON | {"num_nextn_predict_layers": 0} | MODELS[name]
     (out / "config.json").write_text(json.dumps(config, indent=1))
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in _tensors(config, generator)}
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(shift, 0)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -183,5 +185,6 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("model", choices=sorted(MODELS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shift", type=int, default=0, help="answer with the token that is so many further")
     arguments = parser.parse_args()
-    write_checkpoint(arguments.out, arguments.model, arguments.seed)
+    write_checkpoint(arguments.out, arguments.model, arguments.seed, arguments.shift)

@@ -57,6 +57,8 @@ MIXED = (5, 17, 64, 65, 129, 300, 511, 512, 513, 700, 1000, 1500, 2047, 2048, 23
 UNEVEN = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 100, 640, 1025, 2047, 3000, 9000)
 # At DCP 8 a page of the radix cache is 512 tokens: four of them.
 PREFIX, AFTER_PREFIX = 2100, 100
+# The scene of answers with other weights.
+UPDATED = "updated"
 START_TIMEOUT_S, FIRST_REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S = 300, 400, 180
 # sglang waits 5 s after a rank's death and, while another rank lives on, 60 s more for core dumps.
 EXIT_TIMEOUT_S = 120
@@ -281,7 +283,7 @@ def run(model: Path, config: str, out: Path, port: int) -> str:
         if "update" in options:
             found["update"], answers = update_weights(server, model)
             if found["update"]["status"] == 200:
-                found["scenes"]["updated"] = answers
+                found["scenes"][UPDATED] = answers
         if "kill" in options:
             found["kill"] = kill_a_rank(server)
         return found

@@ -137,6 +137,15 @@ def test_a_good_report_has_no_problem():
     assert compare.check_report(report()) == []
 
 
+def test_answers_with_other_weights_are_compared_where_both_have_them():
+    reference, other = report(), report()
+    reference["scenes"] = {scene: [answer_of(report())] for scene in ("first", serve.UPDATED)}
+    assert compare.compare_reports(reference, other, ROUNDING).tokens == 2
+    answer = copy.deepcopy(answer_of(other))
+    other["scenes"] = other["scenes"] | {serve.UPDATED: [answer | {"tokens": [8, 8]}]}
+    assert len(compare.compare_reports(reference, other, ROUNDING).failures) == 1
+
+
 @pytest.mark.parametrize("status", [200, 400])
 def test_an_update_may_change_the_answers_or_be_refused(status):
     assert compare.check_report(report(**updated(status, tokens_kept=status != 200))) == []
