@@ -10,6 +10,8 @@ answers "what if". A pool is a whole number of pages, and one more page of every
 
     rows = (budget // (dcp_size * bytes_per_token)) // page_size * page_size,        tokens = rows * dcp_size
 
+In a pipeline every GPU holds the layers of its stage, and the stage whose pool is full first decides.
+
 Source: sglang 0.5.23 `DefaultPoolConfigurator`, with which this agrees to the token (checked in tests/sglang);
 the ratios agree with public measured pools: local-inference-lab/rtx6kpro#35.
 """
@@ -21,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from nsa_dcp.model_dims import INDEX_HEAD_DIM, QUANT_TILE, ModelDims
+from nsa_dcp.pipeline import first_waiting_stage, split_layers, stage_dims, suggest_partition
 
 INDEX_KEY_BYTES = INDEX_HEAD_DIM + INDEX_HEAD_DIM // QUANT_TILE * 4  # fp8 values and one float32 scale
 KV_CACHE_DTYPES = ("fp8_e4m3", "bf16")
@@ -70,7 +73,7 @@ class PlanRow:
 
     Args:
         index_shards: copies of the index keys are `dcp_size / index_shards`; the asked value, capped by dcp_size.
-        bytes_per_token: bytes per token per GPU.
+        bytes_per_token: bytes per token per GPU; of the stage that costs most.
         tokens_per_gpu: rows of the latent pool of one GPU.
         tokens_per_node: tokens of context that the node holds in all.
         multiple_over_dcp1: context held, relative to dcp 1 with the same budget; before rounding to pages.
@@ -104,6 +107,7 @@ class Plan:
     page_size: int
     draft_layers: int
     context: int
+    layers_of_stages: tuple[int, ...]
     rows: tuple[PlanRow, ...]
 
     def as_dict(self) -> dict[str, object]:
@@ -122,6 +126,7 @@ class Plan:
             "budget_bytes_per_gpu": self.budget_bytes,
             "tp_size": self.tp_size,
             "attn_dp_size": self.attn_dp_size,
+            "layers_of_stages": list(self.layers_of_stages),
             "gpus_per_node": self.gpus_per_node,
             "page_size": self.page_size,
             "draft_layers": self.draft_layers,
@@ -162,6 +167,8 @@ def plan(
     weights_gib: float = 0.0,
     tp_size: int = 8,
     attn_dp_size: int = 1,
+    pp_size: int = 1,
+    pp_layer_partition: str | None = None,
     gpus_per_node: int = 8,
     dcp_sizes: Sequence[int] | None = None,
     index_shards: int = 1,
@@ -179,6 +186,8 @@ def plan(
             in sglang; with the defaults of those two, `gpu_memory_gib` is what the pools get.
         weights_gib: weights and other static memory of one GPU, GiB.
         tp_size, attn_dp_size: a DCP group lies inside `tp_size / attn_dp_size` GPUs that share their requests.
+        pp_size, pp_layer_partition: pipeline stages of `tp_size` GPUs each, and their layers as `split_layers` has it.
+        gpus_per_node: a whole number of pipelines; those of all its nodes where a pipeline spans several.
         dcp_sizes: default: the powers of two that divide `tp_size / attn_dp_size`.
         index_shards: parts the index keys are split into, capped by each dcp size; 1 is what is served today.
         draft_layers: layers of an MTP draft kept in the pool, held in full by every rank; 0 without speculation.
@@ -193,6 +202,7 @@ def plan(
     _require_positive(
         tp_size=tp_size,
         attn_dp_size=attn_dp_size,
+        pp_size=pp_size,
         gpus_per_node=gpus_per_node,
         index_shards=index_shards,
         page_size=page_size,
@@ -205,8 +215,15 @@ def plan(
     budget = _budget_bytes(gpu_memory_gib, mem_fraction_static, weights_gib)
     if tp_size % attn_dp_size:
         raise ValueError(f"tp_size must be a multiple of attn_dp_size, got {tp_size} and {attn_dp_size}")
-    if gpus_per_node % tp_size:
-        raise ValueError(f"gpus_per_node must be a multiple of tp_size, got {gpus_per_node} and {tp_size}")
+    if gpus_per_node % (tp_size * pp_size):
+        pipelines = " * pp_size" if pp_size > 1 else ""
+        raise ValueError(
+            f"gpus_per_node must be a multiple of tp_size{pipelines}, got {gpus_per_node} and {tp_size * pp_size}"
+        )
+    if pp_size > 1 and draft_layers:
+        raise ValueError(f"draft_layers must be 0 in a pipeline, where sglang runs no drafts, got {draft_layers}")
+    stages = split_layers(model.num_hidden_layers, pp_size, pp_layer_partition)
+    stage_refusal = _refuse_stages(stages, model.indexer_layers)
     if not kv_cache_dtypes:
         raise ValueError(f"kv_cache_dtypes must name at least one of {', '.join(KV_CACHE_DTYPES)}, got none")
     span = tp_size // attn_dp_size
@@ -215,7 +232,7 @@ def plan(
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if span % size == 0] if dcp_sizes is None else list(dcp_sizes)
     rows = []
     for kv_cache_dtype in kv_cache_dtypes:
-        single = bytes_per_token(model, kv_cache_dtype, 1, draft_layers=draft_layers).total
+        single = _costliest(model, stages, kv_cache_dtype, 1, draft_layers=draft_layers).total
         for dcp_size in sizes:
             _require_positive(dcp_size=dcp_size)
             if span % dcp_size:
@@ -223,7 +240,7 @@ def plan(
             shards = min(index_shards, dcp_size)
             if dcp_size % shards:
                 raise ValueError(f"index_shards must divide dcp_size, got {shards} at dcp_size {dcp_size}")
-            cost = bytes_per_token(model, kv_cache_dtype, dcp_size, index_shards=shards, draft_layers=draft_layers)
+            cost = _costliest(model, stages, kv_cache_dtype, dcp_size, index_shards=shards, draft_layers=draft_layers)
             pool_rows = _pool_rows(budget, cost, dcp_size, page_size)
             if pool_rows == 0:
                 raise ValueError(
@@ -239,7 +256,7 @@ def plan(
                     index_shards=shards,
                     bytes_per_token=cost,
                     tokens_per_gpu=pool_rows,
-                    tokens_per_node=tokens * attn_dp_size * (gpus_per_node // tp_size),
+                    tokens_per_node=tokens * attn_dp_size * (gpus_per_node // (tp_size * pp_size)),
                     multiple_over_dcp1=single / cost.total,
                     largest_context=largest,
                     reserved_bytes=math.ceil(cost.total * page_size * dcp_size),
@@ -254,7 +271,8 @@ def plan(
                         page_size=page_size,
                         sm_count=sm_count,
                     ),
-                    refusal=_refusal(model.num_attention_heads // span * dcp_size),
+                    refusal=_refusal(model.num_attention_heads // span * dcp_size)
+                    or (stage_refusal if dcp_size > 1 else ""),
                 )
             )
     return Plan(
@@ -266,6 +284,7 @@ def plan(
         page_size=page_size,
         draft_layers=draft_layers,
         context=context or 0,
+        layers_of_stages=tuple(map(len, stages)),
         rows=tuple(rows),
     )
 
@@ -316,10 +335,25 @@ def _pool_rows(budget: int, cost: TokenBytes, dcp_size: int, page_size: int) -> 
     return budget // row_bytes // page_size * page_size
 
 
+def _costliest(model: ModelDims, stages: list[range], *args: object, **kwargs: int) -> TokenBytes:
+    """`bytes_per_token` of the stage that costs its GPUs most."""
+    costs = [bytes_per_token(stage_dims(model, layers), *args, **kwargs) for layers in stages]
+    return max(costs, key=lambda cost: cost.total)
+
+
 def _refusal(gathered_heads: int) -> str:
     if gathered_heads > HEAD_BUCKETS[-1]:
         return f"{gathered_heads} gathered heads exceed FlashMLA's {HEAD_BUCKETS[-1]}"
     return ""
+
+
+def _refuse_stages(stages: list[range], indexer_layers: tuple[int, ...]) -> str:
+    waiting = first_waiting_stage(stages, indexer_layers)
+    if waiting is None:
+        return ""
+    partition = suggest_partition(stages, indexer_layers)
+    instead = f"the layers {partition} would be served" if partition else "use fewer stages"
+    return f"layer {stages[waiting].start} would start a stage, but attends to a selection made in another; {instead}"
 
 
 def _budget_bytes(gpu_memory_gib: float, mem_fraction_static: float, weights_gib: float) -> int:

@@ -11,6 +11,7 @@ from nsa_dcp import capacity, step_model
 from nsa_dcp.dtype_argument import dtype_argument, dtype_metavar
 from nsa_dcp.model_dims import PRESETS, ModelDims, preset_dims, read_config
 from nsa_dcp.output_path import check_output_file
+from nsa_dcp.pipeline import PARTITION_VARIABLE
 
 _PLAN_HELP = "tokens held at each dcp size"
 _MODEL_HELP = "predicted decode step of TP, TP-DCP and CP-DCP"
@@ -40,7 +41,13 @@ def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.Argument
     parser.add_argument("--dcp-size", type=int, action="append", help="only this dcp size; may be repeated")
     parser.add_argument("--tp-size", type=int, default=8)
     parser.add_argument("--attn-dp-size", type=int, default=1, help="attention data-parallel shards inside tp-size")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--pp-size", type=int, default=1, help="pipeline stages of tp-size GPUs each; default 1")
+    parser.add_argument(
+        "--pp-layer-partition", metavar="N,N", help=f"layers of each stage, as in {PARTITION_VARIABLE}; default: even"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, help="default 8; where a pipeline spans nodes, the GPUs of all of them"
+    )
     parser.add_argument(
         "--index-shards",
         type=int,
@@ -81,7 +88,9 @@ def run_plan(args: argparse.Namespace) -> int:
             weights_gib=args.weights_gib,
             tp_size=args.tp_size,
             attn_dp_size=args.attn_dp_size,
-            gpus_per_node=args.gpus_per_node,
+            pp_size=args.pp_size,
+            pp_layer_partition=args.pp_layer_partition,
+            gpus_per_node=_gpus_per_node(args),
             dcp_sizes=args.dcp_size,
             index_shards=args.index_shards,
             draft_layers=args.draft_layers,
@@ -108,6 +117,7 @@ def format_plan(result: capacity.Plan) -> str:
         f"{model.num_attention_heads} heads  ({model.source})",
         f"pools of {result.budget_bytes / capacity.GIB:.2f} GiB per GPU, tp {result.tp_size}, "
         f"attention dp {result.attn_dp_size}, page {result.page_size}, draft layers {result.draft_layers}",
+        *_describe_stages(result),
         "",
         "                    bytes per token per GPU                  tokens            multiple    largest",
         "KV dtype  dcp  index   latent    index   draft    total     per GPU     per node  over dcp 1  context",
@@ -137,12 +147,25 @@ def format_plan(result: capacity.Plan) -> str:
     notes = [f"dcp {row.dcp_size}: refused, {row.refusal}" for row in result.rows if row.refusal]
     if any(row.index_shards > 1 for row in result.rows):
         notes.append("sharded index keys are a what-if: every rank stores all of them today")
-    if result.draft_layers == 0 and model.draft_layers_in_checkpoint:
+    if result.draft_layers == 0 and model.draft_layers_in_checkpoint and len(result.layers_of_stages) == 1:
         notes.append(
             f"the checkpoint has {model.draft_layers_in_checkpoint} draft layer(s): with speculative decoding add "
             f"--draft-layers {model.draft_layers_in_checkpoint}"
         )
     return "\n".join(lines + ([""] + notes if notes else []))
+
+
+def _gpus_per_node(args: argparse.Namespace) -> int:
+    if args.gpus_per_node is not None:
+        return args.gpus_per_node
+    return 8 if args.pp_size == 1 else max(8, args.tp_size * args.pp_size)
+
+
+def _describe_stages(result: capacity.Plan) -> list[str]:
+    if len(result.layers_of_stages) == 1:
+        return []
+    counts = " + ".join(map(str, result.layers_of_stages))
+    return [f"a pipeline of {counts} layers: bytes of the stage that costs most, tokens of a whole pipeline"]
 
 
 def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:

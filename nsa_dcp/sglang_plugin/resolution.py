@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from nsa_dcp.sglang_plugin.pipeline_rules import PARTITION_VARIABLE
+from nsa_dcp.pipeline import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.validation import (
     HOPPER,
     SPARSE_BACKEND,

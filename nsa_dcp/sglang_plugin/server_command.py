@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from nsa_dcp.model_dims import indexer_layers, preset_dims
-from nsa_dcp.sglang_plugin.pipeline_rules import PARTITION_VARIABLE
+from nsa_dcp.pipeline import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.validation import ModelFacts, ServerSettings
 
 _LAUNCHERS = (("-m", "sglang.launch_server"), ("sglang", "serve"))

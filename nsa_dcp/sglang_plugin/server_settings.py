@@ -13,7 +13,7 @@ class ServerSettings:
     Fields carry sglang's names, but for `DERIVED`. None means "not given": sglang or nsa-dcp will choose, which is
     never a problem, but for `grammar_backend`: sglang then always chooses one. `prefill_cuda_graph` and
     `decode_cuda_graph` are the graph backends asked for; None or "disabled" when none was. `foreign_draft`: drafts come
-    from another checkpoint. `pp_layer_partition`: the variable of `pipeline_rules`, as the environment has it.
+    from another checkpoint. `pp_layer_partition`: the value of `nsa_dcp.pipeline.PARTITION_VARIABLE`.
     """
 
     DERIVED: ClassVar[frozenset[str]] = frozenset(

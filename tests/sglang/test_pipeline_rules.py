@@ -9,7 +9,7 @@ import one_gpu_model
 import pytest
 from served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP
 
-from nsa_dcp.sglang_plugin.pipeline_rules import PARTITION_VARIABLE, split_layers
+from nsa_dcp.pipeline import PARTITION_VARIABLE, split_layers
 from nsa_dcp.sglang_plugin.validation import find_problems
 
 
@@ -32,7 +32,7 @@ def test_where_every_layer_selects_any_stages_are_served():
 def test_a_stage_that_would_wait_for_a_selection_is_refused_with_a_partition_that_is_served():
     (problem,) = judge()
     assert problem.asked == "--pp-size 2"
-    assert "start at layer 39" in problem.reason
+    assert "layer 39 would start a stage" in problem.reason
     assert problem.instead == f"set {PARTITION_VARIABLE}=38,40"
     assert judge(pp_layer_partition=problem.instead.rpartition("=")[2]) == []
     for pp_size in range(3, 13):
@@ -43,7 +43,7 @@ def test_a_stage_that_would_wait_for_a_selection_is_refused_with_a_partition_tha
 def test_more_stages_than_there_are_selections_have_no_partition():
     few = dataclasses.replace(GLM, num_hidden_layers=4, indexer_layers=(0,))
     (problem,) = judge(model=few)
-    assert problem.instead == "use a smaller --pp-size"
+    assert problem.instead == "use fewer stages"
 
 
 @pytest.mark.parametrize("partition", ["", "39", "38,39", "40,40", "78,0", "-1,79", "a,b", "38;40"])
@@ -77,7 +77,7 @@ def test_stages_are_those_of_sglang(num_layers, pp_size, monkeypatch):
 
     monkeypatch.delenv(PARTITION_VARIABLE, raising=False)
     bounds = [get_pp_indices(num_layers, rank, pp_size) for rank in range(pp_size)]
-    assert split_layers(num_layers, pp_size) == [end - start for start, end in bounds]
+    assert split_layers(num_layers, pp_size) == [range(*bound) for bound in bounds]
 
 
 @pytest.mark.sglang
@@ -98,7 +98,7 @@ def test_sglang_hands_the_partition_and_the_layers_that_select_to_our_rule(tmp_p
     command = f"--model-path {tmp_path} --device cuda --tp-size 2 --dcp-size 2 --pp-size 2 --attention-backend nsa"
     args = ServerArgs.from_cli_args(parser.parse_args([*command.split(), "--kv-cache-dtype", "fp8_e4m3"]))
     if refused:
-        with pytest.raises(ValueError, match="a stage would start at layer"):
+        with pytest.raises(ValueError, match="would start a stage"):
             args.resolve_once()
     else:
         args.resolve_once()

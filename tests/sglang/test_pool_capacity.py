@@ -9,6 +9,7 @@ from served_parts import make_pool
 
 from nsa_dcp.capacity import GIB, plan
 from nsa_dcp.model_dims import read_config
+from nsa_dcp.pipeline import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.startup_line import pool_facts
 
 pytestmark = pytest.mark.sglang
@@ -58,7 +59,7 @@ def sglang_server(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
-    def _server(config, dcp_size, kv_cache_dtype, draft_layers):
+    def _server(config, dcp_size, kv_cache_dtype, draft_layers, stage=None):
         (tmp_path / "config.json").write_text(json.dumps(config))
         dtype, name = DTYPES[kv_cache_dtype]
         args = ServerArgs(
@@ -73,7 +74,7 @@ def sglang_server(tmp_path, monkeypatch):
             dsa_decode_backend="flashmla_kv",
         )
         publish(args, role="scheduler")
-        layers = config["num_hidden_layers"]
+        layers = stage or range(config["num_hidden_layers"])
         return SimpleNamespace(
             server_args=args,
             model_config=ModelConfig(str(tmp_path)),
@@ -82,11 +83,13 @@ def sglang_server(tmp_path, monkeypatch):
             is_draft_worker=False,
             use_mla_backend=True,
             is_hybrid_swa=False,
-            pp_size=1,
+            pp_size=1 if stage is None else 2,
             mambaish_config=None,
             spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE" if draft_layers else None),
             spec_aux_config=SimpleNamespace(eagle_draft_num_layers=draft_layers or None),
-            layer_info=SimpleNamespace(num_effective_layers=layers, start_layer=0, end_layer=layers),
+            layer_info=SimpleNamespace(
+                num_effective_layers=len(layers), start_layer=layers.start, end_layer=layers.stop
+            ),
             fused_entry_bytes=lambda _: None,
         )
 
@@ -124,6 +127,40 @@ def test_the_planned_pool_is_the_one_that_sglang_sizes(
     ).rows
     assert row.bytes_per_token.total * dcp_size == configurator._cell_size
     assert row.tokens_per_gpu == configurator.calculate_pool_sizes(budget, 64).max_total_num_tokens
+
+
+@pytest.mark.parametrize("dcp_size", [1, 8], ids=lambda size: f"dcp {size}")
+@pytest.mark.parametrize(("config", "partition"), [(GLM, "38,40"), (GLM, "6,72"), (GLM, None), (DEEPSEEK, None)])
+def test_the_planned_pool_of_a_pipeline_is_the_smallest_that_sglang_sizes(
+    sglang_server, tmp_path, monkeypatch, config, partition, dcp_size
+):
+    from sglang.srt.distributed.utils import get_pp_indices
+    from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
+
+    if partition is None:
+        monkeypatch.delenv(PARTITION_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(PARTITION_VARIABLE, partition)
+    budget = 40 * GIB + 12_345_677
+    sized = []
+    for rank in range(2):
+        stage = range(*get_pp_indices(config["num_hidden_layers"], rank, 2))
+        configurator = create_memory_pool_configurator(sglang_server(config, dcp_size, "fp8_e4m3", 0, stage))
+        sized.append(configurator.calculate_pool_sizes(budget, 64).max_total_num_tokens)
+    (row,) = plan(
+        read_config(tmp_path),
+        gpu_memory_gib=budget / GIB,
+        kv_cache_dtypes=("fp8_e4m3",),
+        dcp_sizes=(dcp_size,),
+        pp_size=2,
+        pp_layer_partition=partition,
+        gpus_per_node=16,
+    ).rows
+    # sglang takes the smallest of all ranks.
+    assert row.tokens_per_gpu == min(sized)
+    assert row.tokens_per_node == dcp_size * row.tokens_per_gpu
+    # 6 layers and 72: the stages differ.
+    assert (partition == "6,72") == (max(sized) > 2 * min(sized))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bf16"])

@@ -54,6 +54,22 @@ def test_plan_json_has_plain_numbers_for_every_dcp_size_and_dtype(run):
     }
 
 
+def test_plan_of_a_pipeline_says_its_stages_and_counts_the_gpus_of_all_of_them(run):
+    pipeline = ("--pp-size", 2, "--pp-layer-partition", "38,40", "--dcp-size", 8, "--kv-cache-dtype", "fp8_e4m3")
+    status, out, err = run(*PLAN, *pipeline)
+    assert (status, err) == (0, "")
+    assert "a pipeline of 38 + 40 layers" in out
+    assert "draft" not in out.splitlines()[-1]
+    status, out, _ = run(*PLAN, *pipeline, "--json")
+    report = json.loads(out)
+    assert report["layers_of_stages"] == [38, 40]
+    assert report["gpus_per_node"] == 16
+    assert report["rows"][0]["tokens_per_node"] == 8 * report["rows"][0]["tokens_per_gpu"] == 9_336_832
+    status, out, err = run(*PLAN, *pipeline[:3], "1,1")
+    assert (status, out) == (2, "")
+    assert err.startswith("nsa-dcp plan: SGLANG_PP_LAYER_PARTITION must be 2 positive counts")
+
+
 def test_plan_text_shows_the_same(run):
     status, out, _ = run(*PLAN, "--kv-cache-dtype", "fp8_e4m3")
     assert status == 0
