@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,10 @@ from nsa_dcp.testing.poisoned_memory import poisoned_allocations
 # Triton decides between compiling and interpreting when it is imported, so before any test imports it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell starts what it runs in the background with interrupts ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SGLANG_VERSION = "0.5.23"
 
