@@ -19,10 +19,13 @@ def find_pipeline_problems(settings: ServerSettings, model: ModelFacts) -> list[
     """
     if settings.pp_size <= 1:
         return []
+    # (Dynamic chunks also grow past the --chunked-prefill-size that `validation` bounds.)
     unchecked = {
         f"--speculative-algorithm {settings.speculative_algorithm}": settings.speculative_algorithm is not None,
         "--cp-strategy zigzag": settings.enable_prefill_cp and settings.cp_strategy == "zigzag",
         f"--attn-dp-size {settings.attn_dp_size}": settings.attn_dp_size > 1,
+        f"--pp-async-batch-depth {settings.pp_async_batch_depth}": settings.pp_async_batch_depth > 0,
+        "--enable-dynamic-chunking": settings.enable_dynamic_chunking,
     }
     problems = [
         Problem(f"--pp-size {settings.pp_size} with {flag}", "the two were not run together", "drop one of them")

@@ -32,6 +32,7 @@ class ServerSettings:
     dp_size: int = 1
     pp_size: int = 1
     pp_layer_partition: str | None = None
+    pp_async_batch_depth: int = 0
     attn_dp_size: int = 1
     attn_cp_size: int = 1
     enable_prefill_cp: bool = False
@@ -45,6 +46,7 @@ class ServerSettings:
     kv_cache_dtype: str = "auto"
     page_size: int | None = None
     chunked_prefill_size: int | None = None
+    enable_dynamic_chunking: bool = False
     dcp_comm_backend: str | None = None
     dcp_replicate_q_proj: bool | None = None
     dsa_topk_backend: str = "sgl-kernel"

@@ -63,11 +63,14 @@ def test_more_stages_than_layers_are_refused():
         (TP_DCP, {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}, "--speculative-algorithm EAGLE"),
         (CP_DCP, {"cp_strategy": "zigzag"}, "--cp-strategy zigzag"),
         (TP_DCP, {"attn_dp_size": 2, "dcp_size": 4}, "--attn-dp-size 2"),
+        (TP_DCP, {"pp_async_batch_depth": 1}, "--pp-async-batch-depth 1"),
+        (TP_DCP, {"enable_dynamic_chunking": True}, "--enable-dynamic-chunking"),
     ],
 )
 def test_what_no_pipeline_was_run_with_is_refused(settings, changes, flag):
     (problem,) = judge(settings, pp_layer_partition="38,40", **changes)
     assert problem.asked == f"--pp-size 2 with {flag}"
+    assert judge(settings, pp_size=1, **changes) == []
 
 
 @pytest.mark.sglang
