@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from nsa_dcp.model_dims import INDEX_HEAD_DIM, QUANT_TILE, ModelDims
-from nsa_dcp.pipeline import first_waiting_stage, split_layers, stage_dims, suggest_partition
+from nsa_dcp.pipeline import describe_waiting_stage, split_layers, stage_dims, suggest_partition
 
 INDEX_KEY_BYTES = INDEX_HEAD_DIM + INDEX_HEAD_DIM // QUANT_TILE * 4  # fp8 values and one float32 scale
 KV_CACHE_DTYPES = ("fp8_e4m3", "bf16")
@@ -222,8 +222,9 @@ def plan(
         )
     if pp_size > 1 and draft_layers:
         raise ValueError(f"draft_layers must be 0 in a pipeline, where sglang runs no drafts, got {draft_layers}")
-    stages = split_layers(model.num_hidden_layers, pp_size, pp_layer_partition)
-    stage_refusal = _refuse_stages(stages, model.indexer_layers)
+    layers_of_stages = split_layers(model.num_hidden_layers, pp_size, pp_layer_partition)
+    stage_refusal = _refuse_stages(layers_of_stages, model.indexer_layers)
+    stages = [stage_dims(model, layers) for layers in layers_of_stages]
     if not kv_cache_dtypes:
         raise ValueError(f"kv_cache_dtypes must name at least one of {', '.join(KV_CACHE_DTYPES)}, got none")
     span = tp_size // attn_dp_size
@@ -232,7 +233,7 @@ def plan(
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if span % size == 0] if dcp_sizes is None else list(dcp_sizes)
     rows = []
     for kv_cache_dtype in kv_cache_dtypes:
-        single = _costliest(model, stages, kv_cache_dtype, 1, draft_layers=draft_layers).total
+        single = _costliest(stages, kv_cache_dtype, 1, draft_layers=draft_layers).total
         for dcp_size in sizes:
             _require_positive(dcp_size=dcp_size)
             if span % dcp_size:
@@ -240,7 +241,7 @@ def plan(
             shards = min(index_shards, dcp_size)
             if dcp_size % shards:
                 raise ValueError(f"index_shards must divide dcp_size, got {shards} at dcp_size {dcp_size}")
-            cost = _costliest(model, stages, kv_cache_dtype, dcp_size, index_shards=shards, draft_layers=draft_layers)
+            cost = _costliest(stages, kv_cache_dtype, dcp_size, index_shards=shards, draft_layers=draft_layers)
             pool_rows = _pool_rows(budget, cost, dcp_size, page_size)
             if pool_rows == 0:
                 raise ValueError(
@@ -284,7 +285,7 @@ def plan(
         page_size=page_size,
         draft_layers=draft_layers,
         context=context or 0,
-        layers_of_stages=tuple(map(len, stages)),
+        layers_of_stages=tuple(map(len, layers_of_stages)),
         rows=tuple(rows),
     )
 
@@ -335,10 +336,9 @@ def _pool_rows(budget: int, cost: TokenBytes, dcp_size: int, page_size: int) -> 
     return budget // row_bytes // page_size * page_size
 
 
-def _costliest(model: ModelDims, stages: list[range], *args: object, **kwargs: int) -> TokenBytes:
+def _costliest(stages: list[ModelDims], *args: object, **kwargs: int) -> TokenBytes:
     """`bytes_per_token` of the stage that costs its GPUs most."""
-    costs = [bytes_per_token(stage_dims(model, layers), *args, **kwargs) for layers in stages]
-    return max(costs, key=lambda cost: cost.total)
+    return max((bytes_per_token(stage, *args, **kwargs) for stage in stages), key=lambda cost: cost.total)
 
 
 def _refusal(gathered_heads: int) -> str:
@@ -348,12 +348,11 @@ def _refusal(gathered_heads: int) -> str:
 
 
 def _refuse_stages(stages: list[range], indexer_layers: tuple[int, ...]) -> str:
-    waiting = first_waiting_stage(stages, indexer_layers)
-    if waiting is None:
+    waiting = describe_waiting_stage(stages, indexer_layers)
+    if not waiting:
         return ""
     partition = suggest_partition(stages, indexer_layers)
-    instead = f"the layers {partition} would be served" if partition else "use fewer stages"
-    return f"layer {stages[waiting].start} would start a stage, but attends to a selection made in another; {instead}"
+    return f"{waiting}; {f'the layers {partition} would be served' if partition else 'use fewer stages'}"
 
 
 def _budget_bytes(gpu_memory_gib: float, mem_fraction_static: float, weights_gib: float) -> int:

@@ -40,20 +40,23 @@ def split_layers(num_layers: int, pp_size: int, partition: str | None = None) ->
     return [range(end - count, end) for count, end in zip(counts, accumulate(counts))]
 
 
-def first_waiting_stage(stages: list[range], indexer_layers: tuple[int, ...]) -> int | None:
-    """Return the first stage whose first layer attends to a selection made in the stage before; None without one.
+def describe_waiting_stage(stages: list[range], indexer_layers: tuple[int, ...]) -> str:
+    """Say which layer would start a stage and attend to a selection made in another one; empty where none would.
 
     Args:
         stages: as `split_layers` returns them.
         indexer_layers: the model's layers that select, ascending.
     """
-    return next((stage for stage, layers in enumerate(stages) if layers[0] not in indexer_layers), None)
+    for layers in stages:
+        if layers.start not in indexer_layers:
+            return f"layer {layers.start} would start a stage, but attends to a selection made in another"
+    return ""
 
 
 def suggest_partition(stages: list[range], indexer_layers: tuple[int, ...]) -> str | None:
     """Return a partition near these stages whose every stage starts at a layer that selects; None if there is none.
 
-    Args: as `first_waiting_stage`. Layer 0 selects.
+    Args: as `describe_waiting_stage`. Layer 0 selects.
     """
     starts = [max(layer for layer in indexer_layers if layer <= layers.start) for layers in stages]
     counts = [end - start for start, end in zip(starts, [*starts[1:], stages[-1].stop])]

@@ -7,7 +7,7 @@ receives it from the stage before; no such server was run.
 
 from __future__ import annotations
 
-from nsa_dcp.pipeline import PARTITION_VARIABLE, first_waiting_stage, split_layers, suggest_partition
+from nsa_dcp.pipeline import PARTITION_VARIABLE, describe_waiting_stage, split_layers, suggest_partition
 from nsa_dcp.sglang_plugin.server_settings import ModelFacts, Problem, ServerSettings
 
 
@@ -43,10 +43,9 @@ def _stage_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem
         if settings.pp_layer_partition is None:
             return [Problem(asked, str(error), "use fewer stages")]
         return [Problem(f"{PARTITION_VARIABLE}={settings.pp_layer_partition}", str(error), "correct it, or unset it")]
-    waiting = first_waiting_stage(stages, model.indexer_layers)
-    if waiting is None:
+    waiting = describe_waiting_stage(stages, model.indexer_layers)
+    if not waiting:
         return []
-    start = stages[waiting].start
-    reason = f"layer {start} would start a stage, but attends to a selection made in another; no such server was run"
     partition = suggest_partition(stages, model.indexer_layers)
-    return [Problem(asked, reason, f"set {PARTITION_VARIABLE}={partition}" if partition else "use fewer stages")]
+    instead = f"set {PARTITION_VARIABLE}={partition}" if partition else "use fewer stages"
+    return [Problem(asked, f"{waiting}; no such server was run", instead)]

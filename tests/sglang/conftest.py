@@ -1,5 +1,6 @@
 """Fixtures around the real sglang 0.5.23 on a CPU. It is imported inside the fixtures: without it these tests skip."""
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+from nsa_dcp.pipeline import PARTITION_VARIABLE
 
 # What several files use stands beside them; the scripts import each other.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "scripts")]
@@ -87,6 +90,29 @@ def model_path(tmp_path):
         return str(tmp_path)
 
     return write
+
+
+@pytest.fixture
+def parse_server_args():
+    """A function that reads the words of a command line with sglang's own parser, and resolves nothing yet."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return lambda words: ServerArgs.from_cli_args(parser.parse_args(words))
+
+
+@pytest.fixture
+def set_layer_partition(monkeypatch):
+    """A function that sets the layers of pipeline stages in the environment; None unsets them."""
+
+    def assign(partition):
+        if partition is None:
+            monkeypatch.delenv(PARTITION_VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(PARTITION_VARIABLE, partition)
+
+    return assign
 
 
 @pytest.fixture

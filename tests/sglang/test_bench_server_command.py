@@ -1,6 +1,5 @@
 """What bench_server starts, judged by the real sglang: the mid-size model, the commands, the weights' initialiser."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -36,12 +35,11 @@ def mid_size(tmp_path):
         "tp8-dcp4-a2a-shared",
     ],
 )
-def test_sglang_accepts_the_command_and_the_model(mid_size, config):
+def test_sglang_accepts_the_command_and_the_model(parse_server_args, mid_size, config):
     from one_gpu_serve import parse_sizes
     from server_bench_cases import bench_command, pool_rows
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.configs.model_config import ModelConfig, dsa_layer_skips_topk, is_deepseek_dsa
-    from sglang.srt.server_args import ServerArgs
 
     from nsa_dcp.model_dims import read_config
 
@@ -49,9 +47,7 @@ def test_sglang_accepts_the_command_and_the_model(mid_size, config):
     tp_size, dcp_size = parse_sizes(config)
     rows = pool_rows(read_config(folder), tp_size, dcp_size, 5.5)
     command, _ = bench_command(folder, config, 31000, rows, [1, 64])
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    server_args = ServerArgs.from_cli_args(parser.parse_args([*command[3:], "--device", "cuda"]))
+    server_args = parse_server_args([*command[3:], "--device", "cuda"])
     server_args.resolve_once()
     view = resolving_view(server_args)
     assert (view.dcp_size, view.max_total_tokens, view.load_format) == (dcp_size, rows, "dummy")

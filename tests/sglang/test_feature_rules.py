@@ -1,6 +1,5 @@
 """Features that do not go with DCP are refused by their flag, by the rules alone and by a real sglang's resolution."""
 
-import argparse
 import dataclasses
 
 import pytest
@@ -94,13 +93,9 @@ def test_flashinfers_selection_is_refused_with_zigzag_alone():
 @pytest.mark.parametrize(
     "command", [*COMMANDS, "--lora-paths a=b", '--cuda-graph-config {"decode":{"backend":"breakable"}}']
 )
-def test_sglang_hands_the_feature_to_our_refusal(command, model_path):
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
+def test_sglang_hands_the_feature_to_our_refusal(command, model_path, parse_server_args):
     base = f"--model-path {model_path()} --device cuda --tp-size 8 --dcp-size 8 --attention-backend nsa"
-    parsed = parser.parse_args([*base.split(), "--kv-cache-dtype", "fp8_e4m3", *command.split()])
+    server_args = parse_server_args([*base.split(), "--kv-cache-dtype", "fp8_e4m3", *command.split()])
     with pytest.raises(ValueError, match="nsa-dcp cannot serve this command") as refused:
-        ServerArgs.from_cli_args(parsed).resolve_once()
+        server_args.resolve_once()
     assert COMMANDS.get(command, command.split()[0].replace("--cuda-graph-config", "breakable")) in str(refused.value)

@@ -306,29 +306,24 @@ with starter.maybe_reindex_device_id(5) as gpu_id:
         "tp2-dcp2-cpi-mixed-nextn-bf16-nograph",
     ],
 )
-def test_sglang_accepts_the_command(tmp_path, config, model):
-    assert_accepted(tmp_path, config, model)
+def test_sglang_accepts_the_command(parse_server_args, tmp_path, config, model):
+    assert_accepted(parse_server_args, tmp_path, config, model)
 
 
 @pytest.mark.sglang
 @pytest.mark.usefixtures("registered", "on_hopper")
 @pytest.mark.parametrize("config", ["tp8-dcp8-cpi-slice-ag_rs", "tp8-dcp8-cpz-slice", "tp4-dcp4-cpi-slice-nextn"])
-def test_sglang_accepts_the_command_for_glm(tmp_path, config):
-    assert_accepted(tmp_path, config, "glm-mtp" if "nextn" in config else "glm")
+def test_sglang_accepts_the_command_for_glm(parse_server_args, tmp_path, config):
+    assert_accepted(parse_server_args, tmp_path, config, "glm-mtp" if "nextn" in config else "glm")
 
 
-def assert_accepted(tmp_path, config, model):
-    import argparse
-
+def assert_accepted(parse_server_args, tmp_path, config, model):
     from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.server_args import ServerArgs
 
     fields = one_gpu_model.COMMON | {"num_nextn_predict_layers": 0} | one_gpu_model.MODELS[model]
     (tmp_path / "config.json").write_text(json.dumps(fields))
     command, _ = serve.server_command(tmp_path, config, 31000)
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    server_args = ServerArgs.from_cli_args(parser.parse_args([*command[3:], "--device", "cuda"]))
+    server_args = parse_server_args([*command[3:], "--device", "cuda"])
     server_args.resolve_once()
     view = resolving_view(server_args)
     assert view.dcp_size == int(config.split("-")[1][3:])

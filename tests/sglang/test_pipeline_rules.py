@@ -1,7 +1,6 @@
 """Pipelines: a stage that would start at a layer without a selection of its own is refused, and so is what no pipeline
 was run with. The stages judged are those that sglang makes."""
 
-import argparse
 import dataclasses
 import json
 
@@ -75,10 +74,10 @@ def test_what_no_pipeline_was_run_with_is_refused(settings, changes, flag):
 
 @pytest.mark.sglang
 @pytest.mark.parametrize(("num_layers", "pp_size"), [(78, 2), (78, 4), (61, 2), (61, 7), (5, 5), (4, 3)])
-def test_stages_are_those_of_sglang(num_layers, pp_size, monkeypatch):
+def test_stages_are_those_of_sglang(num_layers, pp_size, set_layer_partition):
     from sglang.srt.distributed.utils import get_pp_indices
 
-    monkeypatch.delenv(PARTITION_VARIABLE, raising=False)
+    set_layer_partition(None)
     bounds = [get_pp_indices(num_layers, rank, pp_size) for rank in range(pp_size)]
     assert split_layers(num_layers, pp_size) == [range(*bound) for bound in bounds]
 
@@ -86,20 +85,15 @@ def test_stages_are_those_of_sglang(num_layers, pp_size, monkeypatch):
 @pytest.mark.sglang
 @pytest.mark.usefixtures("registered", "on_hopper")
 @pytest.mark.parametrize(("partition", "refused"), [(None, False), ("1,3", True), ("2,2", False), ("3,1", True)])
-def test_sglang_hands_the_partition_and_the_layers_that_select_to_our_rule(tmp_path, monkeypatch, partition, refused):
-    from sglang.srt.server_args import ServerArgs
-
+def test_sglang_hands_the_partition_and_the_layers_that_select_to_our_rule(
+    tmp_path, set_layer_partition, parse_server_args, partition, refused
+):
     # Layers 0 and 2 of four select.
     fields = one_gpu_model.COMMON | {"num_nextn_predict_layers": 0} | one_gpu_model.MODELS["glm"]
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    if partition is None:
-        monkeypatch.delenv(PARTITION_VARIABLE, raising=False)
-    else:
-        monkeypatch.setenv(PARTITION_VARIABLE, partition)
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
+    set_layer_partition(partition)
     command = f"--model-path {tmp_path} --device cuda --tp-size 2 --dcp-size 2 --pp-size 2 --attention-backend nsa"
-    args = ServerArgs.from_cli_args(parser.parse_args([*command.split(), "--kv-cache-dtype", "fp8_e4m3"]))
+    args = parse_server_args([*command.split(), "--kv-cache-dtype", "fp8_e4m3"])
     if refused:
         with pytest.raises(ValueError, match="would start a stage"):
             args.resolve_once()

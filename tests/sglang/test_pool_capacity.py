@@ -9,7 +9,6 @@ from served_parts import make_pool
 
 from nsa_dcp.capacity import GIB, plan
 from nsa_dcp.model_dims import read_config
-from nsa_dcp.pipeline import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.startup_line import pool_facts
 
 pytestmark = pytest.mark.sglang
@@ -132,15 +131,12 @@ def test_the_planned_pool_is_the_one_that_sglang_sizes(
 @pytest.mark.parametrize("dcp_size", [1, 8], ids=lambda size: f"dcp {size}")
 @pytest.mark.parametrize(("config", "partition"), [(GLM, "38,40"), (GLM, "6,72"), (GLM, None), (DEEPSEEK, None)])
 def test_the_planned_pool_of_a_pipeline_is_the_smallest_that_sglang_sizes(
-    sglang_server, tmp_path, monkeypatch, config, partition, dcp_size
+    sglang_server, tmp_path, set_layer_partition, config, partition, dcp_size
 ):
     from sglang.srt.distributed.utils import get_pp_indices
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 
-    if partition is None:
-        monkeypatch.delenv(PARTITION_VARIABLE, raising=False)
-    else:
-        monkeypatch.setenv(PARTITION_VARIABLE, partition)
+    set_layer_partition(partition)
     budget = 40 * GIB + 12_345_677
     sized = []
     for rank in range(2):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nsa_dcp.capacity import bytes_per_token, plan
 from nsa_dcp.model_dims import preset_dims
-from nsa_dcp.pipeline import first_waiting_stage, split_layers, stage_dims, suggest_partition
+from nsa_dcp.pipeline import describe_waiting_stage, split_layers, stage_dims, suggest_partition
 
 GLM, DEEPSEEK = preset_dims("glm-5.2"), preset_dims("deepseek-v3.2")
 
@@ -41,10 +41,10 @@ def test_a_suggested_partition_starts_every_stage_where_a_layer_selects(owners, 
     stages = split_layers(num_layers, pp_size)
     partition = suggest_partition(stages, indexer_layers)
     if partition is None:
-        assert first_waiting_stage(stages, indexer_layers) is not None
+        assert describe_waiting_stage(stages, indexer_layers) != ""
     else:
-        assert first_waiting_stage(split_layers(num_layers, pp_size, partition), indexer_layers) is None
-    if first_waiting_stage(stages, indexer_layers) is None:
+        assert describe_waiting_stage(split_layers(num_layers, pp_size, partition), indexer_layers) == ""
+    if describe_waiting_stage(stages, indexer_layers) == "":
         assert split_layers(num_layers, pp_size, partition) == stages
 
 
