@@ -67,15 +67,6 @@ def fused_prefill(rows: Rows):
     return lambda: fast_topk_transform_fused(rows.scores, rows.lengths, table, ends, TOPK, row_starts=starts)
 
 
-def fused_decode(rows: Rows):
-    from sgl_kernel import fast_topk_transform_fused
-
-    table = torch.arange(rows.length, dtype=torch.int32, device="cuda").repeat(len(rows.scores), 1)
-    ends = torch.arange(len(rows.scores) + 1, dtype=torch.int32, device="cuda")
-    scores = rows.window
-    return lambda: fast_topk_transform_fused(scores, rows.lengths, table, ends, TOPK)
-
-
 def v2_paged(rows: Rows, static_threshold: int = -1):
     from sglang.kernels.ops.attention.dsv4.topk import plan_topk_v2, topk_transform_paged_v2
 
@@ -122,11 +113,6 @@ def sglang_torch(rows: Rows):
     return lambda: DSATopKBackend.TORCH.topk_func(rows.scores, rows.lengths, TOPK, row_starts=starts)
 
 
-def plain_torch(rows: Rows):
-    scores = rows.window
-    return lambda: torch.topk(scores, TOPK, dim=-1, sorted=False).indices.int()
-
-
 def ours(rows: Rows):
     from nsa_dcp_kernels import select_topk
 
@@ -143,8 +129,7 @@ class Selection:
 
 
 SELECTIONS = (
-    Selection("prefill: sgl_kernel fused, row_starts", fused_prefill),
-    Selection("decode: sgl_kernel fused (v2 off)", fused_decode),
+    Selection("prefill: sgl_kernel fused", fused_prefill),
     Selection("decode: top-k v2, as planned", v2_paged, "v2"),
     Selection("decode: top-k v2, never clusters", lambda rows: v2_paged(rows, 1 << 30), "v2"),
     Selection("prefill ragged: top-k v2", v2_ragged, "v2"),
@@ -152,7 +137,7 @@ SELECTIONS = (
     Selection("--dsa-topk-backend flashinfer", lambda rows: flashinfer_paged(rows, False, 0), "flashinfer"),
     Selection("  deterministic", lambda rows: flashinfer_paged(rows, True, 0), "flashinfer"),
     Selection("  tie break small", lambda rows: flashinfer_paged(rows, True, 1), "flashinfer"),
-    Selection("torch.topk", plain_torch),
+    Selection("torch.topk", lambda rows: lambda: torch.topk(rows.window, TOPK, dim=-1, sorted=False).indices.int()),
     Selection("nsa_dcp_kernels.select_topk", ours, is_ours=True),
 )
 
