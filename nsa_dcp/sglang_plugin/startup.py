@@ -15,6 +15,7 @@ from nsa_dcp.model_dims import dims_from_config
 from nsa_dcp.sglang_plugin import resolution
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version
 from nsa_dcp.sglang_plugin.requirements import require
+from nsa_dcp.sglang_plugin.selection.exact_topk import use_exact_topk
 from nsa_dcp.sglang_plugin.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup_line import startup_line
 from nsa_dcp.sglang_plugin.validation import PAGE_SIZE, SPARSE_BACKEND, concerns_us, head_bucket
@@ -67,7 +68,7 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
         from nsa_dcp.sglang_plugin.cp_startup import build_context_parallel_backend, describe_context_parallel_server
 
         backend = build_context_parallel_backend(model_runner, parallel)
-        logger.info(describe_context_parallel_server(model_runner, parallel))
+        logger.info(describe_context_parallel_server(model_runner, parallel, use_exact_topk(backend)))
         return backend
 
     from nsa_dcp.sglang_plugin.backend import DcpDeepseekSparseAttnBackend
@@ -75,16 +76,17 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     _check_tensor_parallel(model_runner, parallel)
     select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group)
     backend = DcpDeepseekSparseAttnBackend(model_runner)
-    logger.info(describe_server(model_runner, parallel))
+    logger.info(describe_server(model_runner, parallel, use_exact_topk(backend)))
     return backend
 
 
-def describe_server(model_runner: Any, parallel: Any) -> str:
+def describe_server(model_runner: Any, parallel: Any, topk: str) -> str:
     """Return the log line of what is served: group, heads, bytes per token, buffers of the largest prefill chunk.
 
     Args:
         model_runner: sglang's ModelRunner.
         parallel: sglang's parallel context.
+        topk: what selects, of `use_exact_topk`.
     """
     from sglang.srt.runtime_context import get_schedule
 
@@ -110,6 +112,7 @@ def describe_server(model_runner: Any, parallel: Any) -> str:
         comm_backend=parallel.dcp_comm_backend,
         pool=pool,
         buffers=buffers,
+        topk=topk,
     )
 
 

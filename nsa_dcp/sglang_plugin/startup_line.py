@@ -23,6 +23,7 @@ def startup_line(
     comm_backend: str,
     pool: Any,
     buffers: TemporaryBuffers,
+    topk: str,
     cp_strategy: str | None = None,
 ) -> str:
     """The line.
@@ -34,6 +35,7 @@ def startup_line(
         comm_backend: `a2a` or `ag_rs`.
         pool: sglang's DSATokenToKVPool of this rank.
         buffers: budgets, from `capacity.temporary_buffers`.
+        topk: what selects: `exact`, or the name of sglang's top-k backend.
         cp_strategy: `interleave` or `zigzag` in CP-DCP.
 
     ValueError: the group is empty.
@@ -48,6 +50,7 @@ def startup_line(
         "heads": gathered_heads,
         "head_bucket": head_bucket,
         "dcp_comm_backend": comm_backend,
+        "topk": topk,
         **pool_facts(pool, len(group_ranks)),
         "buffer_budget_bytes": {
             "gathered_q": buffers.gathered_q,
