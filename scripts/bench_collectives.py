@@ -26,9 +26,9 @@ from compare_step_model import setup_of
 from kernel_timing import Timing, time_calls
 
 from nsa_dcp import comm
+from nsa_dcp.command_line import check_output_file
 from nsa_dcp.launcher import run_ranks
-from nsa_dcp.model_dims import PRESETS, ModelDims, preset_dims, read_config
-from nsa_dcp.output_path import check_output_file
+from nsa_dcp.planning.dimensions import PRESETS, ModelDims, preset_dims, read_config
 
 _CALLS, _REPLAYS, _COLLECTIVE_TIMEOUT_S = 8, 15, 60.0
 _DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -21,9 +21,9 @@ from decode_bench_cases import DecodeCase, list_cases
 from decode_bench_rank import RankSettings, bench_cases
 from decode_bench_report import describe_case, format_report
 
+from nsa_dcp.command_line import check_output_file
 from nsa_dcp.launcher import run_ranks
-from nsa_dcp.model_dims import PRESETS
-from nsa_dcp.output_path import check_output_file
+from nsa_dcp.planning.dimensions import PRESETS
 
 # Each failure costs a start of new processes; after so many in one world the rest is not tried.
 _MAX_FAILURES = 4

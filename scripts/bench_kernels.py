@@ -22,7 +22,7 @@ import kernel_bench_indexer
 import torch
 from kernel_timing import Record, measure_ceilings
 
-from nsa_dcp.output_path import check_output_file
+from nsa_dcp.command_line import check_output_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = {

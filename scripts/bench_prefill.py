@@ -30,8 +30,8 @@ from prefill_bench_cases import (
 )
 from prefill_bench_rank import bench_case
 
-from nsa_dcp.model_dims import PRESETS, ModelDims, preset_dims
-from nsa_dcp.output_path import check_output_file
+from nsa_dcp.command_line import check_output_file
+from nsa_dcp.planning.dimensions import PRESETS, ModelDims, preset_dims
 
 _PARTS = ("select", "localise", "arrange", "pack pages", "attend", "merge")
 _KINDS = {"selects": "layer that selects", "shares": "layer that shares", "mean": "mean layer"}

@@ -34,8 +34,8 @@ from server_bench_probe import ServerProbe
 from server_bench_report import format_report
 from server_process import ASKING_ERRORS, Server, describe_host, python_path, write_entry_points
 
-from nsa_dcp.model_dims import ModelDims, read_config
-from nsa_dcp.output_path import make_output_folder
+from nsa_dcp.command_line import make_output_folder
+from nsa_dcp.planning.dimensions import ModelDims, read_config
 
 # What the server resolved, from /server_info.
 RESOLVED = (

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from one_gpu_serve import parse_sizes
 
-from nsa_dcp.model_dims import ModelDims
-from nsa_dcp.step_inputs import interpolate
+from nsa_dcp.planning.dimensions import ModelDims
+from nsa_dcp.planning.step_inputs import interpolate
 from nsa_dcp_kernels.kv_format import KV_LORA_RANK, LATENT_BYTES, LATENT_DIM
 
 # A partial in the message of `a2a`: a bfloat16 output and a float32 lse.

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from one_gpu_serve import parse_sizes
 
-from nsa_dcp.model_dims import PRESETS, ModelDims, preset_dims, read_config
-from nsa_dcp.output_path import check_output_file
-from nsa_dcp.step_inputs import StepInput, measured_inputs, override_inputs
-from nsa_dcp.step_model import MAX_BATCH, DecodeSetup, predict_step
+from nsa_dcp.command_line import check_output_file
+from nsa_dcp.planning.dimensions import PRESETS, ModelDims, preset_dims, read_config
+from nsa_dcp.planning.step_inputs import StepInput, measured_inputs, override_inputs
+from nsa_dcp.planning.step_model import MAX_BATCH, DecodeSetup, predict_step
 
 TOLERANCE = 0.15
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from nsa_dcp.config import DcpConfig
 from nsa_dcp.layout import pages_for
-from nsa_dcp.model_dims import ModelDims, preset_dims
+from nsa_dcp.planning.dimensions import ModelDims, preset_dims
 from nsa_dcp_kernels.kv_format import INDEX_KEY_BYTES, KV_LORA_RANK, LATENT_BYTES, LATENT_DIM, PAGE_SIZE
 
 TP_SIZE = 8
@@ -18,7 +18,7 @@ INDEX_PAGE_BYTES = PAGE_SIZE * INDEX_KEY_BYTES
 class DecodeCase:
     """One decode step of one rank.
 
-    model: a preset of nsa_dcp.model_dims.
+    model: a preset of nsa_dcp.planning.dimensions.
     dcp_size: ranks that share each request's latents; 1 is a TP rank, which holds every token.
     batch: requests, one new token each.
     context: tokens of each request, the new one included.

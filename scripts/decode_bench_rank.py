@@ -20,7 +20,7 @@ from decode_bench_step import DecodeCaches, RankStep
 from kernel_timing import time_calls
 
 from nsa_dcp import comm
-from nsa_dcp.model_dims import preset_dims
+from nsa_dcp.planning.dimensions import preset_dims
 
 # Calls of a part in one graph: enough that the ranks' unequal starts count for little.
 _PART_CALLS = 16

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from decode_bench_cases import PARTS, TP_SIZE, DecodeCase, local_heads
 
-from nsa_dcp.model_dims import preset_dims
+from nsa_dcp.planning.dimensions import preset_dims
 
 _EXPLANATION = f"""\
 Microseconds of one rank of {TP_SIZE}, medians of CUDA-graph replays; the model's step in milliseconds with the 10th and

@@ -20,7 +20,7 @@ from decode_bench_cases import (
 from nsa_dcp import comm
 from nsa_dcp.indexer import select_positions, select_positions_row_split
 from nsa_dcp.layout import index_page_table, pages_for, slots_at
-from nsa_dcp.model_dims import ModelDims
+from nsa_dcp.planning.dimensions import ModelDims
 from nsa_dcp_kernels import (
     LocalSelection,
     _flash_mla,

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from one_gpu_model import COMMON, GLM
 
-from nsa_dcp.model_dims import dims_from_config, preset_dims
-from nsa_dcp.output_path import make_output_folder
+from nsa_dcp.command_line import make_output_folder
+from nsa_dcp.planning.dimensions import dims_from_config, preset_dims
 
 PRESET = "glm-5.2"
 # Layers whose indexers follow the preset's rule: the first three own one, then every fourth.

@@ -4,11 +4,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nsa_dcp.capacity import plan
 from nsa_dcp.config import COMM_BACKENDS
 from nsa_dcp.layout import pages_for
-from nsa_dcp.model_dims import INDEX_HEAD_DIM, ModelDims
-from nsa_dcp.step_inputs import StepInput, measured_inputs
+from nsa_dcp.planning.capacity import plan
+from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, ModelDims
+from nsa_dcp.planning.step_inputs import StepInput, measured_inputs
 from nsa_dcp_kernels.kv_format import LATENT_BYTES, PAGE_SIZE
 
 MODES = {"tp_dcp": "TP-DCP", "cp_dcp": "CP-DCP"}
@@ -23,7 +23,7 @@ _INDEX_BYTES = 4
 class PrefillCase:
     """One prefill chunk of one request, on N ranks that are one TP and one DCP group, as CP-DCP requires.
 
-    model: a preset of nsa_dcp.model_dims.
+    model: a preset of nsa_dcp.planning.dimensions.
     dcp_size: N.
     chunk: new tokens. prefix: tokens before them, already in the cache.
     """

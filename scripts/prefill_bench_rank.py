@@ -12,10 +12,10 @@ from decode_bench_step import SM_SCALE, DecodeCaches
 from kernel_timing import time_calls
 from prefill_bench_cases import MODES, PrefillCase
 
+from nsa_dcp.cp_dcp import localize_gathered, plan_pages
 from nsa_dcp.indexer import select_positions
 from nsa_dcp.layout import index_page_table, slots_at
-from nsa_dcp.model_dims import ModelDims
-from nsa_dcp.prefill import localize_gathered, plan_pages
+from nsa_dcp.planning.dimensions import ModelDims
 from nsa_dcp_kernels import (
     LocalSelection,
     _flash_mla,

@@ -8,8 +8,8 @@ from random import Random
 
 import one_gpu_serve as serve
 
-from nsa_dcp.capacity import bytes_per_token, plan
-from nsa_dcp.model_dims import ModelDims
+from nsa_dcp.planning.capacity import bytes_per_token, plan
+from nsa_dcp.planning.dimensions import ModelDims
 from nsa_dcp_kernels.kv_format import PAGE_SIZE
 
 CHUNKED_PREFILL_SIZE = 8192

@@ -147,7 +147,7 @@ def test_a_command_that_is_not_run_names_what_exists(command, workspace):
 
 
 def test_the_runbook_has_every_refusal():
-    from nsa_dcp.sglang_plugin import validation
+    from nsa_dcp.sglang_plugin.admission import validation
 
     text = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
     hostile = validation.ServerSettings(

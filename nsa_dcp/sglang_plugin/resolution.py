@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from nsa_dcp.pipeline import PARTITION_VARIABLE
-from nsa_dcp.sglang_plugin.validation import (
+from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.sglang_plugin.admission.validation import (
     HOPPER,
     SPARSE_BACKEND,
     ModelFacts,

@@ -6,8 +6,8 @@ import bench_collectives
 import collective_bench_cases as cases
 import pytest
 
-from nsa_dcp.model_dims import preset_dims
-from nsa_dcp.step_inputs import measured_inputs, override_inputs
+from nsa_dcp.planning.dimensions import preset_dims
+from nsa_dcp.planning.step_inputs import measured_inputs, override_inputs
 
 GLM = preset_dims("glm-5.2")
 

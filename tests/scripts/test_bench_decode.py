@@ -28,7 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_dcp.indexer import select_positions
-from nsa_dcp.model_dims import preset_dims
+from nsa_dcp.planning.dimensions import preset_dims
 from nsa_dcp_kernels import LocalSelection, _flash_mla, attend_sparse
 
 GLM, DEEPSEEK = preset_dims("glm-5.2"), preset_dims("deepseek-v3.2")

@@ -26,8 +26,8 @@ from prefill_bench_cases import (
 from prefill_bench_rank import RankChunk, draw_positions
 
 from nsa_dcp.layout import owner_of
-from nsa_dcp.model_dims import preset_dims
-from nsa_dcp.step_model import DecodeSetup, measured_inputs, override_inputs, predict_step
+from nsa_dcp.planning.dimensions import preset_dims
+from nsa_dcp.planning.step_model import DecodeSetup, measured_inputs, override_inputs, predict_step
 from nsa_dcp_kernels import _flash_mla, gather_pages
 
 GLM, DEEPSEEK = preset_dims("glm-5.2"), preset_dims("deepseek-v3.2")

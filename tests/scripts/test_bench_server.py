@@ -15,8 +15,8 @@ import server_bench_probe as probe
 import server_bench_report
 import torch
 
-from nsa_dcp.capacity import bytes_per_token
-from nsa_dcp.model_dims import dims_from_config, preset_dims
+from nsa_dcp.planning.capacity import bytes_per_token
+from nsa_dcp.planning.dimensions import dims_from_config, preset_dims
 
 # Logs like sglang 0.5.23 while a batch decodes; admits at most LIMIT requests, dies when asked for KILL_AT of them.
 FAKE_SERVER = """

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_dcp.pipeline import PARTITION_VARIABLE
+from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 
 # What several files use stands beside them; the scripts import each other.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "scripts")]

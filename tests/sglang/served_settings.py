@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from nsa_dcp.sglang_plugin.validation import ModelFacts, ServerSettings
+from nsa_dcp.sglang_plugin.admission.validation import ModelFacts, ServerSettings
 
 HOPPER = (9, 0)
 GLM = ModelFacts(

@@ -41,7 +41,7 @@ def test_sglang_accepts_the_command_and_the_model(parse_server_args, mid_size, c
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.configs.model_config import ModelConfig, dsa_layer_skips_topk, is_deepseek_dsa
 
-    from nsa_dcp.model_dims import read_config
+    from nsa_dcp.planning.dimensions import read_config
 
     folder, fields = mid_size
     tp_size, dcp_size = parse_sizes(config)

@@ -49,7 +49,7 @@ def test_the_backend_attends_with_all_heads_and_the_model_leaves_dcp_to_it(make_
     from sglang.srt.environ import envs
     from sglang.srt.layers.cp.base import get_cp_strategy
 
-    from nsa_dcp.sglang_plugin.cp_backend import CpDcpSparseAttnBackend
+    from nsa_dcp.sglang_plugin.attention.cp_backend import CpDcpSparseAttnBackend
 
     runner = make_runner(strategy=strategy)
     backend = build(runner, name)
@@ -172,7 +172,7 @@ def test_what_is_not_as_expected_stops_the_server(make_runner, monkeypatch, spoi
 
 @pytest.mark.parametrize("missing", ["split", "indexer"])
 def test_a_layer_that_would_select_in_another_way_stops_the_server(make_runner, monkeypatch, missing):
-    from nsa_dcp.sglang_plugin import selection_agreement
+    from nsa_dcp.sglang_plugin.selection import selection_agreement
 
     runner = make_runner()
     if missing == "split":
@@ -193,7 +193,7 @@ def test_a_layer_that_would_select_in_another_way_stops_the_server(make_runner, 
     ids=["attention-tp", "rank", "replicated-queries"],
 )
 def test_groups_that_sglang_or_the_command_check_rule_out_stop_the_server_too(changes, sentence):
-    from nsa_dcp.sglang_plugin.cp_startup import check_groups
+    from nsa_dcp.sglang_plugin.startup.cp_startup import check_groups
 
     group = SimpleNamespace(ranks=[0, 1])
     fields = {"attn_tp_size": 1, "attn_cp_rank": 1, "attn_dcp_rank": 1, "dcp_replicate_q_proj": False} | changes

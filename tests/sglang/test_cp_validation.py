@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP
 
-from nsa_dcp.sglang_plugin.validation import find_problems
+from nsa_dcp.sglang_plugin.admission.validation import find_problems
 
 
 def served(**changes):

@@ -22,7 +22,7 @@ def tables_of(metadata):
 @pytest.mark.parametrize("kernel", row_split_decode.TOPK_KERNELS)
 @pytest.mark.parametrize("num_rows", [1, 7, 64])
 def test_a_replays_metadata_are_sglangs(make_backend, kernel, num_rows):
-    from nsa_dcp.sglang_plugin.decode_page_table import PagewiseDecodeMetadata
+    from nsa_dcp.sglang_plugin.attention.decode_page_table import PagewiseDecodeMetadata
 
     refreshed = []
     for wrap in (lambda fill: fill, PagewiseDecodeMetadata):

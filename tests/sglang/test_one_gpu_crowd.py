@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import one_gpu_crowd as crowd
 
-from nsa_dcp.sglang_plugin.row_split_decode import MIN_ROWS
+from nsa_dcp.sglang_plugin.selection.row_split_decode import MIN_ROWS
 
 
 def value_of(command, flag):

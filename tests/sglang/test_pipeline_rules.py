@@ -8,8 +8,8 @@ import one_gpu_model
 import pytest
 from served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP
 
-from nsa_dcp.pipeline import PARTITION_VARIABLE, split_layers
-from nsa_dcp.sglang_plugin.validation import find_problems
+from nsa_dcp.planning.pipelines import PARTITION_VARIABLE, split_layers
+from nsa_dcp.sglang_plugin.admission.validation import find_problems
 
 
 def judge(settings=TP_DCP, model=GLM, **changes):

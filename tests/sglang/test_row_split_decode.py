@@ -176,7 +176,7 @@ def never(selection):
 
 
 def make_splits(select, gather, agree=never, most_rows=NUM_SMS):
-    from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare, RowSplitDecodeSelection
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import DecodeShare, RowSplitDecodeSelection
 
     shares = [DecodeShare(gather.rank(rank)) for rank in range(gather.world_size)]
     return [RowSplitDecodeSelection(select, share, agree, most_rows) for share in shares]
@@ -285,7 +285,7 @@ def test_a_share_of_more_rows_than_are_scored_at_once_is_selected_in_pieces(inde
 
 def test_the_graph_of_these_tests_would_show_what_is_not_made_anew(indexer, make_backend):
     """Metadata of the rank's rows made before the capture, as by its warm-up, goes stale: the replay is spoiled."""
-    from nsa_dcp.sglang_plugin.row_split_decode import narrow_metadata
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import narrow_metadata
 
     backend = make_backend("v2")
     q, weights, requests, lengths = draw(64, seed=6)
@@ -338,7 +338,7 @@ def test_ranks_agree_where_their_own_kernels_would_not(make_backend):
 )
 def test_small_and_odd_batches_and_other_steps_are_not_split_but_agreed_on(make_backend, num_rows, world_size, mode):
     """Verify steps that are not split: test_row_split_verify.py."""
-    from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare, RowSplitDecodeSelection
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import DecodeShare, RowSplitDecodeSelection
 
     seen, agreed = [], []
     q, weights, requests, lengths = draw(num_rows, seed=11)
@@ -357,7 +357,7 @@ def test_small_and_odd_batches_and_other_steps_are_not_split_but_agreed_on(make_
 
 
 def test_an_indexer_is_split_once_and_all_share_their_steps_metadata(indexer):
-    from nsa_dcp.sglang_plugin.row_split_decode import RowSplitDecodeSelection, split_decode_rows
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import RowSplitDecodeSelection, split_decode_rows
 
     other = type(indexer).__new__(type(indexer))
     torch.nn.Module.__init__(other)

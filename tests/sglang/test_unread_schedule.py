@@ -34,7 +34,7 @@ def backend(kernels, publish_rank, monkeypatch):
     from sglang.srt.layers.attention import dsa_backend
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
 
-    from nsa_dcp.sglang_plugin.backend import DcpDeepseekSparseAttnBackend
+    from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend
 
     def expand(extend_seq_lens, seq_lens, total_len, max_q_len):
         rows = [torch.arange(length - extend + 1, length + 1) for extend, length in zip(extend_seq_lens, seq_lens)]
@@ -70,7 +70,7 @@ def make_batch(mode, lengths):
 
 
 def assert_no_schedule(metadata, rows):
-    from nsa_dcp.sglang_plugin.backend import UnreadSchedule
+    from nsa_dcp.sglang_plugin.attention.backend import UnreadSchedule
 
     assert type(metadata.flashmla_metadata) is UnreadSchedule
     assert metadata.dsa_cache_seqlens_int32.shape[0] == rows

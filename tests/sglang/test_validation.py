@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP
 
-from nsa_dcp.sglang_plugin.stock_rules import find_stock_refusals
-from nsa_dcp.sglang_plugin.validation import (
+from nsa_dcp.sglang_plugin.admission.stock_rules import find_stock_refusals
+from nsa_dcp.sglang_plugin.admission.validation import (
     ModelFacts,
     concerns_us,
     describe_problems,
