@@ -5,18 +5,17 @@ import socket
 import sys
 import time
 
-import bench_server
-import mid_size_model
-import one_gpu_serve
 import pytest
-import random_weights
-import server_bench_cases as cases
-import server_bench_probe as probe
-import server_bench_report
 import torch
 
 from nsa_dcp.planning.capacity import bytes_per_token
 from nsa_dcp.planning.dimensions import dims_from_config, preset_dims
+from scripts.benchmarks.servers import bench as bench_server
+from scripts.benchmarks.servers import cases as cases
+from scripts.benchmarks.servers import mid_size_model, random_weights
+from scripts.benchmarks.servers import probe as probe
+from scripts.benchmarks.servers import report as server_bench_report
+from scripts.served_checks import ask_servers as one_gpu_serve
 
 # Logs like sglang 0.5.23 while a batch decodes; admits at most LIMIT requests, dies when asked for KILL_AT of them.
 FAKE_SERVER = """

@@ -1,11 +1,12 @@
 """The checkpoint of the one-GPU servers: its answers are no ties, and depend on all of its attention."""
 
-import lookup_weights
-import one_gpu_model
-import one_gpu_serve
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+
+from scripts.served_checks import ask_servers as one_gpu_serve
+from scripts.served_checks import lookup_weights
+from scripts.served_checks import write_checkpoint as one_gpu_model
 
 LENGTHS = (1, 2, 9, 65, 300)
 STEPS = 8

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from served_parts import make_layer, make_pool
+
+from tests.sglang.served_parts import make_layer, make_pool
 
 LAYER, NUM_LAYERS, HEADS, TOPK, SM_SCALE = 1, 4, 8, 64, 0.1
 

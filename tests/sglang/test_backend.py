@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from served_parts import make_layer
 
 from nsa_dcp_kernels import attend_sparse, merge_partials
+from tests.sglang.served_parts import make_layer
 
 pytestmark = pytest.mark.sglang
 

@@ -2,9 +2,10 @@
 
 from types import SimpleNamespace
 
-import cp_simulation as simulation
 import pytest
 import torch
+
+from tests.sglang import cp_simulation as simulation
 
 pytestmark = pytest.mark.sglang
 

@@ -2,13 +2,13 @@
 
 import weakref
 
-import cp_simulation as simulation
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa_dcp.sglang_plugin.attention.cp_pages import buffer_bytes, buffer_pages, plan_parts
+from tests.sglang import cp_simulation as simulation
 
 pytestmark = pytest.mark.sglang
 

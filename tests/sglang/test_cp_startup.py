@@ -4,9 +4,10 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
-import cp_simulation as simulation
 import pytest
 import torch
+
+from tests.sglang import cp_simulation as simulation
 
 pytestmark = pytest.mark.sglang
 

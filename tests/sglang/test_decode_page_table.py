@@ -2,10 +2,11 @@
 
 from types import SimpleNamespace
 
-import decode_metadata as decode
 import pytest
-import test_row_split_decode as row_split_decode
 import torch
+
+from tests.sglang import decode_metadata as decode
+from tests.sglang import test_row_split_decode as row_split_decode
 
 pytestmark = pytest.mark.sglang
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_feature_rules import COMMANDS
 
 from nsa_dcp.sglang_plugin.admission import server_command
 from nsa_dcp.sglang_plugin.doctor.doctor import judge_command, read_command
+from tests.sglang.test_feature_rules import COMMANDS
 
 pytestmark = pytest.mark.sglang
 

@@ -4,12 +4,12 @@ was run with. The stages judged are those that sglang makes."""
 import dataclasses
 import json
 
-import one_gpu_model
 import pytest
-from served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP
 
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE, split_layers
 from nsa_dcp.sglang_plugin.admission.validation import find_problems
+from scripts.served_checks import write_checkpoint as one_gpu_model
+from tests.served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP
 
 
 def judge(settings=TP_DCP, model=GLM, **changes):

@@ -6,21 +6,17 @@ lengths than those it is used with spoils the result, as it would a kernel's.
 """
 
 import ast
-import importlib.util
 import inspect
 import sys
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.sglang
+from tests.sglang import decode_metadata as decode
 
-spec = importlib.util.spec_from_file_location("decode_metadata", Path(__file__).with_name("decode_metadata.py"))
-decode = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(decode)
+pytestmark = pytest.mark.sglang
 
 TOPK, HEADS, DIM, PAGE, NUM_SMS = 24, 2, 128, 64, 132
 MAX_LEN, MAX_REQUESTS, LAYERS = 200, 136, (0, 3, 4)

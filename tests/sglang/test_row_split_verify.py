@@ -7,10 +7,11 @@ What decode and verify share: test_row_split_decode.py, whose played kernels run
 import dataclasses
 from types import SimpleNamespace
 
-import decode_metadata as decode
 import pytest
-import test_row_split_decode as row_split_decode
 import torch
+
+from tests.sglang import decode_metadata as decode
+from tests.sglang import test_row_split_decode as row_split_decode
 
 pytestmark = pytest.mark.sglang
 

@@ -11,12 +11,13 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
-import decode_metadata as decode
 import pytest
-import test_row_split as prefill
-import test_row_split_decode as row_split_decode
-import test_row_split_verify as row_split_verify
 import torch
+
+from tests.sglang import decode_metadata as decode
+from tests.sglang import test_row_split as prefill
+from tests.sglang import test_row_split_decode as row_split_decode
+from tests.sglang import test_row_split_verify as row_split_verify
 
 pytestmark = pytest.mark.sglang
 

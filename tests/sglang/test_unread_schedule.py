@@ -9,9 +9,10 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
-import decode_metadata as decode
 import pytest
 import torch
+
+from tests.sglang import decode_metadata as decode
 
 pytestmark = pytest.mark.sglang
 
