@@ -7,7 +7,7 @@ from scripts.served_checks.server_config import parse_sizes
 
 
 def setup_of(report: Mapping) -> tuple[str, DecodeSetup]:
-    """The model's mode and setup of a bench_server report."""
+    """The model's mode and setup of a benchmarks/servers report."""
     tp_size, dcp_size = parse_sizes(report["config"])
     options = set(report["config"].split("-")[2:])
     resolved = report.get("resolved", {})

@@ -1,6 +1,6 @@
-"""As one_gpu_serve.py, with 96 requests at once: enough rows a step that ranks split the selecting of decode.
+"""As ask_servers.py, with 96 requests at once: enough rows a step that ranks split the selecting of decode.
 
-    one_gpu_crowd.py MODEL OUT --config tp1-dcp1 --config tp8-dcp8 --config tp2-dcp2-r288
+    python -m scripts.served_checks.ask_crowd MODEL OUT --config tp1-dcp1 --config tp8-dcp8 --config tp2-dcp2-r288
 
 A config is as there, and may end with `rN`: N requests instead, a multiple of 16. A rank's share of 288 over two ranks
 is more rows than a Hopper GPU has SMs, and is selected in pieces. With `nextn` a request is three rows of a step: of
@@ -9,7 +9,7 @@ is more rows than a Hopper GPU has SMs, and is selected in pieces. With `nextn` 
 Most contexts are longer than a selection. Afterwards the same prompts are asked in halves: 48 are fewer rows than are
 split, as are those of 16 with `nextn`, so that the same server answers without splitting. A report also has the sizes
 of the decode steps that the server logged; one without a step of 64 rows says nothing about split rows, and is a
-failure. Compare with one_gpu_compare.py, and with one_gpu_rounding.py where near ties part.
+failure. Compare with compare_answers.py, and with measure_rounding.py where near ties part.
 """
 
 import json
@@ -45,7 +45,7 @@ def rows_of_request(config: str) -> int:
 
 
 def crowd_command(model: Path, config: str, port: int) -> tuple[list[str], dict[str, str]]:
-    """Return one_gpu_serve's command and environment for a config, with room for all requests at once."""
+    """Return ask_servers' command and environment for a config, with room for all requests at once."""
     command, environment = server_command(model, config, port)
     requests, (_, dcp_size) = count_requests(config), parse_sizes(config)
     changed = {

@@ -1,9 +1,9 @@
 """Ask a real sglang server with N ranks a fixed set of requests, and keep every token and log-probability.
 
-    one_gpu_serve.py MODEL OUT --config tp1-dcp1 --config tp4-dcp4 --config tp4-dcp2-ag_rs-nograph
+    python -m scripts.served_checks.ask_servers MODEL OUT --config tp1-dcp1 --config tp4-dcp2-ag_rs-nograph
 
 One server is started per config, asked, and ended; OUT/CONFIG.json is its report, and a config that has one is skipped.
-Compare reports with one_gpu_compare.py. All ranks share the first visible GPU (shared_gpu.py; NCCL 2.30 or later) and
+Compare reports with compare_answers.py. All ranks share the first visible GPU (shared_gpu.py; NCCL 2.30 or later) and
 take turns on it; under a CUDA MPS daemon they run beside each other, and 8 ranks answer in seconds. A config is
 `tpN-dcpM`, then any of
 

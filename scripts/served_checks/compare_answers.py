@@ -1,6 +1,7 @@
-"""Compare the answers of two or more servers that one_gpu_serve.py asked the same requests.
+"""Compare the answers of two or more servers that ask_servers.py asked the same requests.
 
-    one_gpu_compare.py REFERENCE.json OTHER.json ... --stock-pair STOCK.json STOCK.json [--out MD] [--keep FOLDER]
+    python -m scripts.served_checks.compare_answers REFERENCE.json OTHER.json ...
+        --stock-pair STOCK.json STOCK.json [--out MD] [--keep FOLDER]
 
 Tokens must be identical. Where they part, both servers' log-probabilities of both tokens are shown. The difference
 passes only if it is within rounding, and so must that of every generated token before it be. Rounding is twice the
@@ -42,7 +43,7 @@ def compare_reports(reference: dict, other: dict, rounding: float) -> Comparison
     """Compare every request of two reports.
 
     Args:
-        reference, other: reports of one_gpu_serve.py.
+        reference, other: reports of ask_servers.py.
         rounding: the largest difference in log-probability that is taken for rounding, in nats.
     """
     result = Comparison()
@@ -190,7 +191,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder for the reports without alternatives")
     arguments = parser.parse_args()
     if arguments.out and not arguments.out.parent.is_dir():
-        sys.exit(f"one_gpu_compare: --out must be a file in a folder that exists, got {arguments.out}")
+        sys.exit(f"compare_answers: --out must be a file in a folder that exists, got {arguments.out}")
     rounding, rows, findings = arguments.rounding, [], []
     if arguments.stock_pair:
         stock = [json.loads(path.read_text()) for path in arguments.stock_pair]

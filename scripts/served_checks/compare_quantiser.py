@@ -1,6 +1,6 @@
 """Compare, on the GPU, the bytes that sglang's cache writer packs with ours, and read an all-zero tile of both back.
 
-one_gpu_quantiser.py
+python -m scripts.served_checks.compare_quantiser
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""How far servers' answers to the same prompts lie apart, in numbers: for one_gpu_crowd.py, where near ties part.
+"""How far servers' answers to the same prompts lie apart, in numbers: for ask_crowd.py, where near ties part.
 
-    one_gpu_rounding.py REFERENCE.json OTHER.json ... [--selected 2048]
+    python -m scripts.served_checks.measure_rounding REFERENCE.json OTHER.json ... [--selected 2048]
 
 One row for each other report against the reference, and one for each report against itself: the prompts asked all at
 once against the same ones in halves. Rounding moves all log-probabilities alike; a wrong selection moves those of
@@ -39,7 +39,7 @@ def measure_spread(pairs: Iterable[tuple[Mapping, Mapping]], selected: int) -> S
     """Compare answers of the same prompts, token by token.
 
     Args:
-        pairs: two answers to one prompt, as one_gpu_serve.py reports them, with alternatives.
+        pairs: two answers to one prompt, as ask_servers.py reports them, with alternatives.
         selected: tokens that a query attends to at most.
     """
     spread = Spread()

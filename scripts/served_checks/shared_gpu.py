@@ -1,4 +1,4 @@
-"""An sglang plugin for one_gpu_serve.py: all ranks run on the first visible GPU.
+"""An sglang plugin for ask_servers.py: all ranks run on the first visible GPU.
 
 sglang 0.5.23 gives each rank a GPU of its own and takes no --gpu-id-step below 1. Every process that starts ranks
 passes their GPU through one function, which is replaced here.

@@ -1,6 +1,6 @@
 """Write a tiny checkpoint with real DSA dimensions, saved so that every server size has the same weights.
 
-    one_gpu_model.py OUT {glm,deepseek,glm-moe,deepseek-moe,glm-mtp,deepseek-mtp}
+    python -m scripts.served_checks.write_checkpoint OUT {glm,deepseek,glm-moe,deepseek-moe,glm-mtp,deepseek-mtp}
 
 Its attention looks tokens up (lookup_weights.py). With random weights a token's attention averages thousands of values
 to almost nothing, losing half of them would hardly show, and rounding alone would settle many answers. A draft layer is

@@ -7,7 +7,7 @@ import pytest
 from nsa_dcp.planning.dimensions import preset_dims
 from nsa_dcp.planning.step_inputs import measured_inputs, override_inputs
 from scripts.benchmarks.collectives import bench as bench_collectives
-from scripts.benchmarks.collectives import cases as cases
+from scripts.benchmarks.collectives import cases
 
 GLM = preset_dims("glm-5.2")
 

@@ -186,7 +186,7 @@ def test_a_page_escapes_what_the_server_says(bench, server, tmp_path):
 def test_misuse_is_one_sentence_and_status_2(bench, server, argv, message):
     status, report, out, err = bench(*argv)
     assert (status, report, out, err.count("\n")) == (2, None, "", 1)
-    assert err.startswith("bench_trace: ") and message in err
+    assert err.startswith("benchmarks.agent_traces: ") and message in err
     assert not server.requests
 
 

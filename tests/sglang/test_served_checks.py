@@ -14,8 +14,7 @@ import pytest
 from scripts.benchmarks.servers import summarise_trace as profile
 from scripts.served_checks import ask_servers as serve
 from scripts.served_checks import compare_answers as compare
-from scripts.served_checks import server_process, shared_gpu
-from scripts.served_checks import write_checkpoint as one_gpu_model
+from scripts.served_checks import server_process, shared_gpu, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 ROUNDING = 0.05
@@ -322,7 +321,7 @@ def test_sglang_accepts_the_command_for_glm(parse_server_args, tmp_path, config)
 def assert_accepted(parse_server_args, tmp_path, config, model):
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    fields = one_gpu_model.COMMON | {"num_nextn_predict_layers": 0} | one_gpu_model.MODELS[model]
+    fields = write_checkpoint.COMMON | {"num_nextn_predict_layers": 0} | write_checkpoint.MODELS[model]
     (tmp_path / "config.json").write_text(json.dumps(fields))
     command, _ = serve.server_command(tmp_path, config, 31000)
     server_args = parse_server_args([*command[3:], "--device", "cuda"])

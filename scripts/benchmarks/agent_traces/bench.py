@@ -1,7 +1,8 @@
 """Replay multi-turn agent traces against any OpenAI-compatible server; report latency, throughput, cache hits, errors.
 
-    python scripts/make_trace.py --sessions 50 --out trace.json
-    python scripts/bench_trace.py --url http://127.0.0.1:30100 --trace trace.json --concurrency 8 --out results/
+    python -m scripts.benchmarks.agent_traces.make_trace --sessions 50 --out trace.json
+    python -m scripts.benchmarks.agent_traces.bench --url http://127.0.0.1:30100 --trace trace.json
+        --concurrency 8 --out results/
 
 `--out` gets `calls.jsonl`, a line as each call ends, and `report.json`. Exit status: 0 when every call succeeded, 1
 when some failed, 2 when nothing was run, 130 when interrupted; every status but 2 leaves a report. For cache hits
@@ -46,13 +47,14 @@ def main(argv: list[str] | None = None) -> int:
         server.connect()  # refuses a malformed URL before anything runs
         _make_places(args.out, args.summary)
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"bench_trace: {error}", file=sys.stderr)
+        print(f"benchmarks.agent_traces: {error}", file=sys.stderr)
         return 2
     for row in skipped[:5]:
-        print(f"bench_trace: skipped {row.where}: {row.reason}", file=sys.stderr)
+        print(f"benchmarks.agent_traces: skipped {row.where}: {row.reason}", file=sys.stderr)
     if skipped:
         print(
-            f"bench_trace: skipped {len(skipped)} unreadable row(s) of {len(skipped) + len(sessions)}", file=sys.stderr
+            f"benchmarks.agent_traces: skipped {len(skipped)} unreadable row(s) of {len(skipped) + len(sessions)}",
+            file=sys.stderr,
         )
     sessions = sessions[: args.sessions]
     planned = sum(min(session.num_calls, args.turns or session.num_calls) for session in sessions)

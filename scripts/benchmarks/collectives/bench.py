@@ -1,10 +1,12 @@
 """Time every collective of a decode step and of a prefill chunk, captured in CUDA graphs, with a GPU per rank.
 
-    bench_collectives.py MODEL --json collectives.json [--ranks 2] [--steps OUT/bench.json] [--tables tables.json]
+    python -m scripts.benchmarks.collectives.bench MODEL --json collectives.json [--ranks 2]
+        [--steps OUT/bench.json] [--tables tables.json]
 
-MODEL is a folder with a config.json, or a preset. --steps adds each part's share of the steps that bench_server timed.
+MODEL is a folder with a config.json, or a preset. --steps adds each part's share of the steps that benchmarks/servers
+timed.
 --tables writes what `nsa-dcp model --tables` reads. Through torch.distributed; a server's all-reduce up to a few MB is
-another kernel (its times are in a trace: one_gpu_profile.py). No torchrun; the results are written after every case.
+another kernel (its times are in a trace: summarise_trace.py). No torchrun; the results are written after every case.
 """
 
 import argparse
@@ -173,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: gloo, to try the script")
-    parser.add_argument("--steps", type=Path, help="bench.json of bench_server")
+    parser.add_argument("--steps", type=Path, help="bench.json of benchmarks/servers")
     parser.add_argument("--tables", type=Path, help="write the step model's tables here, from two ranks")
     parser.add_argument("--max-bytes", type=int, default=1 << 30, help="larger messages are left out")
     parser.add_argument("--time-limit", type=float, default=90, help="seconds for each number of ranks")
@@ -184,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_output_file("--json", args.json)
         check_output_file("--tables", args.tables)
     except ValueError as error:
-        sys.exit(f"bench_collectives: {error}")
+        sys.exit(f"benchmarks.collectives: {error}")
     dims = preset_dims(args.model) if args.model in PRESETS else read_config(args.model)
     records: list[dict] = json.loads(args.json.read_text())["records"] if args.shares_only else []
     failures: list[str] = []

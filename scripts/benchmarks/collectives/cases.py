@@ -73,7 +73,7 @@ def count_per_step(config: str, dims: ModelDims, replicate_q_proj: bool, comm_ba
     """How often a decode step of a server issues each part; norms, routing and sampling add none that are counted.
 
     Args:
-        config: bench_server's, `tpN-dcpM-...`; the group of all parts is taken to have N ranks.
+        config: that of benchmarks/servers, `tpN-dcpM-...`; the group of all parts is taken to have N ranks.
         dims: the model.
         replicate_q_proj, comm_backend: as the server resolved them.
     """

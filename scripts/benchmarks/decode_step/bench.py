@@ -1,6 +1,6 @@
 """Time one rank's decode step by batch, context and DCP size: one layer's parts, and a model's layers in one graph.
 
-    python scripts/bench_decode.py --json decode.json
+    python -m scripts.benchmarks.decode_step.bench --json decode.json
 
 Communication is measured for the DCP sizes that this machine has GPUs for, and counted as bytes for the others. Nothing
 is printed unless the ops' own GPU tests pass first. One case that fails does not lose the others.
@@ -113,9 +113,9 @@ def main() -> None:
         check_output_file("--json", args.json)
         cases = list_cases(args.models, args.dcp_sizes, args.batches, args.contexts)
     except ValueError as error:
-        sys.exit(f"bench_decode: {error}")
+        sys.exit(f"benchmarks.decode_step: {error}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        sys.exit("bench_decode needs a Hopper GPU")
+        sys.exit("benchmarks.decode_step needs a Hopper GPU")
     run_tests(args.tests_report)
     started = time.time()
     environment = describe_environment() | {

@@ -1,4 +1,4 @@
-"""What bench_decode times: its cases, a model's layers, the parts of a step, the bytes ranks receive. Needs no GPU."""
+"""The cases that are timed, a model's layers, the parts of a step, the bytes that ranks receive. Needs no GPU."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

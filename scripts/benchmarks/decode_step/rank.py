@@ -1,4 +1,4 @@
-"""What one rank's process does for bench_decode: draw the caches, time case after case, send the results."""
+"""What one rank's process does: draw the caches, time case after case, send the results."""
 
 import time
 from collections.abc import Callable, Sequence

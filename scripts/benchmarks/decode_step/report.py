@@ -1,4 +1,4 @@
-"""The tables of bench_decode. Needs no GPU."""
+"""The tables of the results. Needs no GPU."""
 
 from collections.abc import Mapping, Sequence
 

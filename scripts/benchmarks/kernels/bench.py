@@ -1,6 +1,6 @@
 """Time every GPU op of nsa_dcp_kernels beside what it replaces, on one Hopper GPU.
 
-    python scripts/bench_kernels.py --json kernels.json
+    python -m scripts.benchmarks.kernels.bench --json kernels.json
 
 Every number is the median over replays of a captured graph; low and high are the 10th and 90th percentile. Inputs
 rotate and the L2 cache is overwritten before each replay. Nothing is printed unless the ops' own GPU tests pass first.
@@ -45,9 +45,9 @@ def main() -> None:
     try:
         check_output_file("--json", args.json)
     except ValueError as error:
-        sys.exit(f"bench_kernels: {error}")
+        sys.exit(f"benchmarks.kernels: {error}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        sys.exit("bench_kernels needs a Hopper GPU")
+        sys.exit("benchmarks.kernels needs a Hopper GPU")
     run_tests(args.tests_report)
     environment, ceilings = describe_environment(), measure_ceilings()
     rows: list[dict[str, object]] = []

@@ -1,6 +1,6 @@
 """Time one rank's prefill chunk in TP-DCP and CP-DCP, count what each moves, and find the prefix where they cross.
 
-    python scripts/bench_prefill.py --json prefill.json
+    python -m scripts.benchmarks.prefill_chunk.bench --json prefill.json
 
 Kernels are measured, a layer's parts one by one, on one Hopper GPU. Bytes between ranks are counted, and their transfer
 is predicted from a bandwidth. Nothing is printed unless the ops' own GPU tests pass first.
@@ -175,9 +175,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_output_file("--json", args.json)
         cases = list_cases(dims, args.dcp_sizes, args.chunks, args.prefixes)
     except ValueError as error:
-        sys.exit(f"bench_prefill: {error}")
+        sys.exit(f"benchmarks.prefill_chunk: {error}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        sys.exit("bench_prefill needs a Hopper GPU")
+        sys.exit("benchmarks.prefill_chunk needs a Hopper GPU")
     run_tests(args.tests_report)
     started = time.time()
     link_gbs, link = describe_link(dims, args.link_gbs)

@@ -1,4 +1,4 @@
-"""What bench_prefill times: its cases, the bytes a rank receives, sums over a layer, crossovers. Needs no GPU."""
+"""The cases that are timed, the bytes a rank receives, sums over a layer, crossovers. Needs no GPU."""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,9 @@
 """Decode steps, prefill and throughput of real sglang servers on several GPUs, with pools of equal bytes per rank.
 
-    mid_size_model.py MODEL
-    bench_server.py MODEL OUT --config tp2-dcp1 --config tp2-dcp2-a2a-profile --config tp2-dcp2-cpi-slice
+    python -m scripts.benchmarks.servers.mid_size_model MODEL
+    python -m scripts.benchmarks.servers.bench MODEL OUT --config tp2-dcp1 --config tp2-dcp2-a2a-profile
 
-One server is started per config (one_gpu_serve.py lists them; besides: `shared`, ranks share a GPU; `nocar`, no custom
+One server is started per config (ask_servers.py lists them; besides: `shared`, ranks share a GPU; `nocar`, no custom
 all-reduce; `fuse`, a fused all-reduce and norm; `profile`, eight steps are traced), asked by token ids, and ended.
 The first config is what the others are compared with. The step time is what the server logs for a full steady batch.
 Prompts are distinct; what an earlier case has prefilled comes from the prefix cache.
@@ -232,7 +232,7 @@ def main() -> None:
         make_output_folder("out", arguments.out)
         dims, host = read_config(arguments.model), describe_host()
     except (ValueError, NotImplementedError) as error:
-        sys.exit(f"bench_server: {error}")
+        sys.exit(f"benchmarks.servers: {error}")
     started, failed = time.monotonic(), []
     for number, config in enumerate(arguments.config):
         done = collect(arguments.out, [config])

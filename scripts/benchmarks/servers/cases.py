@@ -1,4 +1,4 @@
-"""What bench_server asks of which server: pools of equal bytes, the command line, the cases that a pool holds."""
+"""What is asked of which server: pools of equal bytes, the command line, the cases that a pool holds."""
 
 import zlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ LOG_INTERVAL = 10
 # Tokens that a request may generate while the step is timed; it is aborted once there are enough samples.
 NEW_TOKENS = 400
 FIRST_TOKEN = 3
-# Overrides what one_gpu_serve chooses for tiny models on one GPU.
+# Overrides what ask_servers chooses for tiny models on one GPU.
 _DROPPED = ("--enable-fp32-lm-head", "--enforce-disable-flashinfer-allreduce-fusion")
 
 
@@ -67,7 +67,7 @@ def bench_command(
 
     Args:
         model: a folder with a config.json; weights are random.
-        config: as one_gpu_serve's, and: `shared`, ranks share a GPU; `nocar`, no custom all-reduce; `fuse`, a fused
+        config: as that of ask_servers, and: `shared`, ranks share a GPU; `nocar`, no custom all-reduce; `fuse`, a fused
             all-reduce and norm of FlashInfer's, which is compiled at the first start.
         port: to listen on.
         rows: of each rank's pool.

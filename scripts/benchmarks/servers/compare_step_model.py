@@ -1,6 +1,7 @@
-"""Put the step model's prediction beside every decode step that bench_server timed.
+"""Put the step model's prediction beside every decode step that benchmarks/servers timed.
 
-    compare_step_model.py MODEL OUT/bench.json [--tables tables.json] [--set NAME=VALUE ...] [--json out.json]
+    python -m scripts.benchmarks.servers.compare_step_model MODEL OUT/bench.json [--tables tables.json]
+        [--set NAME=VALUE ...] [--json out.json]
 
 The model predicts attention, selection, merging, collectives, and reading weights once. It does not predict norms,
 RoPE, routing, what matrix products take beyond reading weights, sampling, launches, or the host. So there are two
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder with a config.json, or a preset")
     parser.add_argument("bench", type=Path)
-    parser.add_argument("--tables", type=Path, help="of bench_collectives")
+    parser.add_argument("--tables", type=Path, help="of benchmarks/collectives")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--weight-bytes", type=float, default=2.0, help="of every weight; default 2, bfloat16")
     parser.add_argument("--json", type=Path)

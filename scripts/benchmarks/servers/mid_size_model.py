@@ -1,6 +1,6 @@
 """Write config.json of a mid-size GLM-DSA model, for a server that fills in random weights (random_weights.py).
 
-    mid_size_model.py OUT [--layers 14] [--experts 16]
+    python -m scripts.benchmarks.servers.mid_size_model OUT [--layers 14] [--experts 16]
 
 A layer has GLM-5.2's shapes: hidden size, heads, ranks, indexer, selected tokens, experts' width and experts per token.
 There are fewer layers, the vocabulary is cut with them so that the output head keeps its share of a step, and there are

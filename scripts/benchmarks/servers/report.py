@@ -1,4 +1,4 @@
-"""The tables of bench_server: every config beside the first one."""
+"""The tables of the reports: every config beside the first one."""
 
 from collections.abc import Mapping, Sequence
 

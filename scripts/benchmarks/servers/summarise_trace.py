@@ -1,6 +1,6 @@
-"""What one rank does in a decode step, from a trace that one_gpu_serve.py or bench_server.py took.
+"""What one rank does in a decode step, from a trace that ask_servers.py or benchmarks/servers took.
 
-    one_gpu_profile.py TRACE.json.gz ... [--steps 8] [--top 12]
+    python -m scripts.benchmarks.servers.summarise_trace TRACE.json.gz ... [--steps 8] [--top 12]
 
 For each file, one a rank: launches, host waits, time by class of kernel with the communication that other kernels do
 not hide, time by kernel. A collective's time includes waiting for the other ranks. Ranks that share a GPU take turns:
