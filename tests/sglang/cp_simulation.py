@@ -157,7 +157,7 @@ def make_cp_backend(make_cp_runner):
     def build(group, strategy="interleave", kv_format="fp8", comm_backend="a2a", buffer_pages=64):
         runner = make_cp_runner(group, strategy, kv_format, comm_backend)
         if strategy == "zigzag":
-            cp_zigzag.open_doors(get_cp_strategy())
+            cp_zigzag.patch_zigzag_strategy(get_cp_strategy())
         return CpDcpSparseAttnBackend(runner, group, comm_backend, buffer_pages)
 
     build.quantised = make_cp_runner.quantised

@@ -100,8 +100,8 @@ def test_decode_selection_is_split_over_the_dcp_group_and_prefills_is_left_as_it
     build(runner)
     indexer, group = runner.model[0].indexer, get_parallel().dcp_group
     assert indexer._get_topk_paged.share.group is group
-    assert indexer._get_topk_paged.agree.func is group.broadcast
-    assert indexer._get_topk_paged.agree.keywords == {"src": 0}
+    assert indexer._get_topk_paged.broadcast_selection.func is group.broadcast
+    assert indexer._get_topk_paged.broadcast_selection.keywords == {"src": 0}
     # A rank selects for its own tokens of a spread prefill.
     assert "_get_topk_ragged" not in vars(indexer)
 
@@ -177,7 +177,7 @@ def test_a_layer_that_would_select_in_another_way_stops_the_server(make_runner, 
 
     runner = make_runner()
     if missing == "split":
-        monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, agree: None)
+        monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, broadcast_selection: None)
     else:
         runner.model[0].indexer = torch.nn.Linear(1, 1)
     with pytest.raises(RuntimeError, match="layer 0 to select by RowSplitDecodeSelection, found _get_topk_paged of"):

@@ -17,10 +17,10 @@ def captured_sizes(monkeypatch, speculative_algorithm):
 
 
 def requests_of_ranks(world_size, num_requests, num_rows):
-    from nsa_dcp.sglang_plugin.selection.row_split_decode import DecodeShare
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import RankRequests
 
     groups = [SimpleNamespace(world_size=world_size, rank_in_group=rank) for rank in range(world_size)]
-    return [DecodeShare(group).requests(num_requests, num_rows) for group in groups]
+    return [RankRequests(group).requests(num_requests, num_rows) for group in groups]
 
 
 @pytest.mark.sglang

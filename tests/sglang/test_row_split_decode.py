@@ -171,11 +171,11 @@ def never(selection):
     raise AssertionError("rows that were gathered agree already")
 
 
-def make_splits(select, gather, agree=never, most_rows=NUM_SMS):
-    from nsa_dcp.sglang_plugin.selection.row_split_decode import DecodeShare, RowSplitDecodeSelection
+def make_splits(select, gather, broadcast_selection=never, most_rows=NUM_SMS):
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import RankRequests, RowSplitDecodeSelection
 
-    shares = [DecodeShare(gather.rank(rank)) for rank in range(gather.world_size)]
-    return [RowSplitDecodeSelection(select, share, agree, most_rows) for share in shares]
+    shares = [RankRequests(gather.rank(rank)) for rank in range(gather.world_size)]
+    return [RowSplitDecodeSelection(select, share, broadcast_selection, most_rows) for share in shares]
 
 
 def run_layers(split, queries, metadata):
@@ -334,7 +334,7 @@ def test_ranks_agree_where_their_own_kernels_would_not(make_backend):
 )
 def test_small_and_odd_batches_and_other_steps_are_not_split_but_agreed_on(make_backend, num_rows, world_size, mode):
     """Verify steps that are not split: test_row_split_verify.py."""
-    from nsa_dcp.sglang_plugin.selection.row_split_decode import DecodeShare, RowSplitDecodeSelection
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import RankRequests, RowSplitDecodeSelection
 
     seen, agreed = [], []
     q, weights, requests, lengths = draw(num_rows, seed=11)
@@ -346,7 +346,7 @@ def test_small_and_odd_batches_and_other_steps_are_not_split_but_agreed_on(make_
         return result
 
     group = SimpleNamespace(world_size=world_size, rank_in_group=1)
-    split = RowSplitDecodeSelection(select, DecodeShare(group), agreed.append, NUM_SMS)
+    split = RowSplitDecodeSelection(select, RankRequests(group), agreed.append, NUM_SMS)
     assert split(batch, 0, q, weights, metadata) is result
     assert agreed == [result]
     assert all(mine is given for mine, given in zip(seen[0], (batch, 0, q, weights, metadata), strict=True))

@@ -197,7 +197,7 @@ def test_small_and_odd_batches_and_draft_extend_are_not_split_but_agreed_on(
     make_backend, num_requests, num_drafts, world_size, mode
 ):
     """Requests are what must divide: their rows do in some of these."""
-    from nsa_dcp.sglang_plugin.selection.row_split_decode import DecodeShare, RowSplitDecodeSelection
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import RankRequests, RowSplitDecodeSelection
 
     seen, agreed = [], []
     q, weights, requests, lengths = draw(num_requests, num_drafts, seed=11)
@@ -208,7 +208,7 @@ def test_small_and_odd_batches_and_draft_extend_are_not_split_but_agreed_on(
         seen.append(arguments)
         return result
 
-    share = DecodeShare(SimpleNamespace(world_size=world_size, rank_in_group=1))
+    share = RankRequests(SimpleNamespace(world_size=world_size, rank_in_group=1))
     split = RowSplitDecodeSelection(select, share, agreed.append, NUM_SMS)
     assert split(batch, 0, q, weights, metadata) is result
     assert agreed == [result]

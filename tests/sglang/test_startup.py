@@ -120,7 +120,7 @@ def test_selection_is_split_over_the_attention_tp_group_in_prefill_and_in_decode
     indexer = runner.model[0].indexer
     assert indexer._get_topk_ragged.group is get_parallel().attn_tp_group
     assert indexer._get_topk_paged.share.group is get_parallel().attn_tp_group
-    assert indexer._get_topk_paged.agree is _broadcast_indexer_topk_from_rank0_impl
+    assert indexer._get_topk_paged.broadcast_selection is _broadcast_indexer_topk_from_rank0_impl
 
 
 def test_a_layer_that_shares_a_selection_needs_no_indexer(build, runner):
@@ -227,7 +227,7 @@ def break_prefill_split(runner, monkeypatch):
 def break_decode_split(runner, monkeypatch):
     from nsa_dcp.sglang_plugin.selection import selection_agreement
 
-    monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, agree: None)
+    monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, broadcast_selection: None)
 
 
 def break_indexer_class(runner, monkeypatch):

@@ -71,9 +71,9 @@ def make_batch(mode, lengths):
 
 
 def assert_no_schedule(metadata, rows):
-    from nsa_dcp.sglang_plugin.attention.backend import UnreadSchedule
+    from nsa_dcp.sglang_plugin.attention.backend import NoSchedule
 
-    assert type(metadata.flashmla_metadata) is UnreadSchedule
+    assert type(metadata.flashmla_metadata) is NoSchedule
     assert metadata.dsa_cache_seqlens_int32.shape[0] == rows
     for tensor in ("flashmla_metadata", "num_splits"):
         assert not hasattr(metadata.flashmla_metadata, tensor)
@@ -108,7 +108,7 @@ def test_sglangs_own_kernel_call_would_fail_on_it_before_the_kernel(backend):
     backend.init_forward_metadata(make_batch("DECODE", [9, 130]))
     backend.flashmla_kv_num_q_heads, backend.kv_cache_dim, backend.dsa_kv_cache_store_fp8 = 64, 656, True
     backend.flashmla_kv_format = None
-    with pytest.raises(AttributeError, match="'UnreadSchedule' object has no attribute 'flashmla_metadata'"):
+    with pytest.raises(AttributeError, match="'NoSchedule' object has no attribute 'flashmla_metadata'"):
         DeepseekSparseAttnBackend._forward_flashmla_kv(
             backend,
             torch.zeros(2, 4, 576),

@@ -7,10 +7,10 @@ import pytest
 from nsa_dcp.sglang_plugin.admission.stock_rules import find_stock_refusals
 from nsa_dcp.sglang_plugin.admission.validation import (
     ModelFacts,
-    concerns_us,
     describe_problems,
     find_problems,
     head_bucket,
+    is_served_here,
 )
 from tests.served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP
 
@@ -217,7 +217,7 @@ def test_all_problems_of_a_command_are_reported_together():
     ids=["dcp-off", "no-dsa", "blackwell-trtllm", "blackwell-unset"],
 )
 def test_a_command_that_is_not_ours_is_left_alone(settings, model, capability):
-    assert not concerns_us(settings, model, capability)
+    assert not is_served_here(settings, model, capability)
     assert find_problems(settings, model, capability) == []
 
 

@@ -29,7 +29,7 @@ KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
 _PARTIAL_VALUES = KV_LORA_RANK + 2
 
 
-def concerns_us(settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None) -> bool:
+def is_served_here(settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None) -> bool:
     """Return whether nsa-dcp serves (or refuses) this command; otherwise sglang is left exactly as it is.
 
     That is DCP on a DSA model, on Hopper or with a flashmla_kv backend: a Blackwell server with its own backends is not
@@ -48,9 +48,9 @@ def concerns_us(settings: ServerSettings, model: ModelFacts, capability: tuple[i
 def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None) -> list[Problem]:
     """Return every reason why this command cannot be served; empty when it can, or when it does not concern nsa-dcp.
 
-    Args: as `concerns_us`.
+    Args: as `is_served_here`.
     """
-    if not concerns_us(settings, model, capability):
+    if not is_served_here(settings, model, capability):
         return []
     sizes = find_size_problems(settings)
     topology = [] if sizes else _topology_problems(settings, model)

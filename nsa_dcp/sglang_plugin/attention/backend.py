@@ -106,31 +106,31 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
         out, lse = attend_selection(queries, rows, selection, sm_scale)
         return out, lse * LOG2_E
 
-    def _compute_flashmla_metadata(self, cache_seqlens: torch.Tensor, seq_len_q: int) -> UnreadSchedule:
+    def _compute_flashmla_metadata(self, cache_seqlens: torch.Tensor, seq_len_q: int) -> NoSchedule:
         """Return what stands in the metadata for the stock kernel's schedule. Nothing is launched.
 
         Args:
             cache_seqlens, seq_len_q: as sglang calls it.
         """
-        return UnreadSchedule()
+        return NoSchedule()
 
     def _localize(self, topk_slots: torch.Tensor, packed: bool) -> LocalSelection:
         heads = self.attended_heads if packed else None
         return localize_selection(topk_slots, self.dcp_size, self.dcp_rank, planned_heads=heads)
 
 
-class UnreadSchedule:
+class NoSchedule:
     """Stands where sglang keeps FlashMLA's schedule for a whole step: ours is made with each selection.
 
     sglang slices it and copies it where it prepares a graph's metadata. It has none of the tensors that the stock
     kernel would be called with, so whatever reads those fails.
     """
 
-    def slice(self, rows: slice) -> UnreadSchedule:
+    def slice(self, rows: slice) -> NoSchedule:
         """Return the schedule of some rows: this."""
         return self
 
-    def copy_(self, other: UnreadSchedule) -> None:
+    def copy_(self, other: NoSchedule) -> None:
         """Take over another schedule: nothing."""
 
 

@@ -54,7 +54,7 @@ def shard_metadata(whole: Any, forward_batch: Any, strategy: Any) -> Any:
     )
 
 
-def open_doors(strategy: Any) -> None:
+def patch_zigzag_strategy(strategy: Any) -> None:
     """Let a zigzag strategy hand a chunk's index keys and latents to the DSA layers of this process in full.
 
     The class stays as it is: FlashAttention's layers rely on a `materialize_full_mla_kv` that writes the cache itself

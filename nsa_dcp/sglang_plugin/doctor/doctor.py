@@ -22,9 +22,9 @@ from nsa_dcp.sglang_plugin.admission.validation import (
     SPARSE_BACKEND,
     ModelFacts,
     Problem,
-    concerns_us,
     find_problems,
     head_bucket,
+    is_served_here,
 )
 from nsa_dcp.sglang_plugin.doctor import machine_checks
 from nsa_dcp.sglang_plugin.doctor.machine_checks import FAILED, OK, SKIPPED, Check
@@ -192,7 +192,7 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str) -> Com
             + (f", not {' '.join(command.unread)}" if command.unread else "")
         )
     stock_checks = "sglang's own checks of its other flags are made when the server starts"
-    if not concerns_us(settings, model, HOPPER):
+    if not is_served_here(settings, model, HOPPER):
         refusals = find_stock_refusals(settings)
         if refusals:
             return CommandVerdict("sglang", (), tuple(refusals), tuple(notes))

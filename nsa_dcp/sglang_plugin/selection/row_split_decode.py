@@ -26,7 +26,7 @@ from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE
 MIN_ROWS = 64
 
 
-class DecodeShare:
+class RankRequests:
     """This rank's requests of a decode step, and their metadata, made once a step for all its indexers.
 
     Args:
@@ -78,8 +78,8 @@ class RowSplitDecodeSelection:
     Args:
         select: the indexer's own method.
         share: this rank's, one for all indexers of the model.
-        agree: overwrites a selection with that of the first rank of the share's group. Every rank calls it, and it is
-            captured in graphs.
+        broadcast_selection: overwrites a selection with that of the first rank of the share's group. Every rank calls
+            it, and it is captured in graphs.
         most_rows: that the method scores at once, the GPU's SMs. Of more it would join the scores of its pieces, which
             are as wide as the model's longest context: for 256 rows of 1,048,576 it copies 1 GiB a layer.
     """
@@ -87,13 +87,13 @@ class RowSplitDecodeSelection:
     def __init__(
         self,
         select: Callable[..., torch.Tensor],
-        share: DecodeShare,
-        agree: Callable[[torch.Tensor], Any],
+        share: RankRequests,
+        broadcast_selection: Callable[[torch.Tensor], Any],
         most_rows: int,
     ) -> None:
         self.select = select
         self.share = share
-        self.agree = agree
+        self.broadcast_selection = broadcast_selection
         self.most_rows = most_rows
 
     def __call__(
@@ -117,7 +117,7 @@ class RowSplitDecodeSelection:
         requests = self.share.requests(num_requests, num_rows) if splits else None
         if requests is None:
             selection = self.select(forward_batch, layer_id, q_fp8, weights, metadata)
-            self.agree(selection)
+            self.broadcast_selection(selection)
             return selection
         rows_per_request = num_rows // num_requests
         pieces = cut_evenly(requests, max(1, self.most_rows // rows_per_request))
@@ -133,20 +133,22 @@ class RowSplitDecodeSelection:
         return selection
 
 
-def split_decode_rows(model: torch.nn.Module, group: Any, agree: Callable[[torch.Tensor], Any]) -> None:
+def split_decode_rows(model: torch.nn.Module, group: Any, broadcast_selection: Callable[[torch.Tensor], Any]) -> None:
     """Let every indexer of a model select for this rank's share of a batch. May be called more than once.
 
     Args:
         model: a loaded DSA model, not a draft.
-        group: as in `DecodeShare`.
-        agree: as in `RowSplitDecodeSelection`, over that group.
+        group: as in `RankRequests`.
+        broadcast_selection: as in `RowSplitDecodeSelection`, over that group.
     """
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 
-    share = DecodeShare(group)
+    share = RankRequests(group)
     for indexer in model.modules():
         if isinstance(indexer, Indexer) and not isinstance(indexer._get_topk_paged, RowSplitDecodeSelection):
-            indexer._get_topk_paged = RowSplitDecodeSelection(indexer._get_topk_paged, share, agree, indexer.sm_count)
+            indexer._get_topk_paged = RowSplitDecodeSelection(
+                indexer._get_topk_paged, share, broadcast_selection, indexer.sm_count
+            )
 
 
 def cut_evenly(numbers: slice, most: int) -> list[slice]:

@@ -30,16 +30,16 @@ def build_context_parallel_backend(model_runner: Any, parallel: Any) -> Any:
     check_strategy(parallel)
     rows = model_runner.token_to_kv_pool.kv_buffer[0].shape[0]
     require(rows % PAGE_SIZE == 0, f"a cache of whole pages of {PAGE_SIZE} rows", f"{rows} rows")
-    leave_dcp_to_the_backend(model_runner.model, model_runner.model_config.num_attention_heads)
+    hide_dcp_from_layers(model_runner.model, model_runner.model_config.num_attention_heads)
     select_alike_in_decode(model_runner.model, parallel.dcp_group)
 
     from sglang.srt.layers.cp.base import get_cp_strategy, is_zigzag
 
     from nsa_dcp.sglang_plugin.attention.cp_backend import CpDcpSparseAttnBackend
-    from nsa_dcp.sglang_plugin.attention.cp_zigzag import open_doors
+    from nsa_dcp.sglang_plugin.attention.cp_zigzag import patch_zigzag_strategy
 
     if is_zigzag():
-        open_doors(get_cp_strategy())
+        patch_zigzag_strategy(get_cp_strategy())
     return CpDcpSparseAttnBackend(
         model_runner, parallel.dcp_group, parallel.dcp_comm_backend, gather_buffer_pages(model_runner, parallel)
     )
@@ -137,7 +137,7 @@ def check_strategy(parallel: Any) -> None:
     )
 
 
-def leave_dcp_to_the_backend(model: Any, num_heads: int) -> None:
+def hide_dcp_from_layers(model: Any, num_heads: int) -> None:
     """Tell every attention layer that there is no DCP, before it has run.
 
     Layers read `dcp_size` in each forward, to gather heads and merge; the pools and the groups do not ask the layers.

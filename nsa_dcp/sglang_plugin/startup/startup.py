@@ -13,7 +13,7 @@ from typing import Any
 from nsa_dcp.planning.capacity import temporary_buffers
 from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.sglang_plugin import resolution
-from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE, SPARSE_BACKEND, concerns_us, head_bucket
+from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE, SPARSE_BACKEND, head_bucket, is_served_here
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version, require
 from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
@@ -42,7 +42,7 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
         return _stock_backend(model_runner, stock)
     kernel = get_exec().kernel
     settings, model, capability = resolution.read_command(model_runner.server_args)
-    if not concerns_us(settings, model, capability):
+    if not is_served_here(settings, model, capability):
         if SPARSE_BACKEND in (kernel.dsa_prefill_backend, kernel.dsa_decode_backend):
             raise RuntimeError(
                 "nsa-dcp could not read this server's arguments: DCP runs on flashmla_kv here, and they say it does not"
