@@ -16,7 +16,7 @@ _PLAN_HELP = "tokens held at each dcp size"
 _MODEL_HELP = "predicted decode step of TP, TP-DCP and CP-DCP"
 _PLAN_DTYPES = (*capacity.KV_CACHE_DTYPES, "both")
 _SERVED_PAGE_SIZE = 64
-_UNSLICED = ("DeepseekV32ForCausalLM",)  # sglang slices GLM's alone: sglang_plugin/cp_validation.py
+_UNSLICED = ("DeepseekV32ForCausalLM",)  # sglang slices GLM's alone: sglang_plugin/admission/cp_validation.py
 
 
 def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:

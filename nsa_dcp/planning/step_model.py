@@ -40,7 +40,7 @@ _TERMS = (
 )
 MAX_BATCH = 256  # the largest measured batch
 _SCORE_BYTES = 4  # float32
-_SPLIT_ROWS = 64  # the plugin's MIN_ROWS (sglang_plugin/row_split_decode.py), which cannot be imported without torch
+_SPLIT_ROWS = 64  # the plugin's MIN_ROWS (selection/row_split_decode.py), which cannot be imported without torch
 _CAPTURED_MULTIPLE = 8  # sglang 0.5.23 captures batches of such multiples above 8, by default
 _ROWS_PER_LAUNCH_128 = 132  # two rows for each of the 66 SM parts at 128 heads
 
