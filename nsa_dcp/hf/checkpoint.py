@@ -77,8 +77,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     if (directory / _ADAPTER).exists():
         raise ValueError(f"model must be a whole checkpoint, got {_ADAPTER} in {directory}: merge the adapter first")
     fields = read_json_object(directory / "config.json", "config.json")
-    config = read_model_config(fields, directory)
     check_not_quantised(fields, directory)
+    config = read_model_config(fields, directory)
     tensors = read_stored_tensors(directory)
     if config.num_hidden_layers > len(tensors):
         raise ValueError(

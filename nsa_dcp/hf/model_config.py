@@ -14,7 +14,8 @@ from nsa_dcp.planning.config_fields import MOST_LAYERS, first_architecture, posi
 
 # The kernels' tables are as wide as a selection; the published models select 2,048.
 _MOST_SELECTED = 65_536
-_TRIED_TOKENS = 3
+# A prime, so that no wrong grouping of experts divides it.
+_TRIED_TOKENS = 13
 
 
 def read_model_config(fields: dict[str, object], directory: Path) -> object:
