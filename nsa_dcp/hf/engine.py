@@ -80,7 +80,8 @@ class Engine:
             cache_config: what to cache and how much.
 
         Raises:
-            ValueError, NotImplementedError: the model cannot be served this way; see config.py.
+            ValueError, NotImplementedError: the model cannot be served this way; see config.py. Or the caches are too
+                large.
         """
         shape = model_shape(model)
         ranks.config.check_model(shape)
@@ -91,10 +92,16 @@ class Engine:
         if dtype == torch.float32 and model.dtype == torch.float64:
             dtype = torch.float64
         dcp = ranks.config.dcp_size
-        self.latents = LatentCache(shape.num_layers, size, dtype, self.device, dcp, ranks.dcp_rank)
         # A bf16 cache rounds the latents; index keys it keeps as the model computes them.
         index_dtype = dtype if dtype == torch.uint8 else model.dtype
-        self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, index_dtype, self.device, dcp)
+        try:
+            self.latents = LatentCache(shape.num_layers, size, dtype, self.device, dcp, ranks.dcp_rank)
+            self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, index_dtype, self.device, dcp)
+        except (RuntimeError, OverflowError, MemoryError, TypeError) as error:  # torch has one of each for too much
+            raise ValueError(
+                f"max_total_tokens must leave the caches within memory, got {cache_config.max_total_tokens} "
+                f"({str(error).splitlines()[0]})"
+            ) from None
         self.allocator = PageAllocator(size, dcp)
         for index, layer in enumerate(model.model.layers):
             layer.self_attn = DcpAttention(layer.self_attn, index, ranks, self.latents, self.index_keys)

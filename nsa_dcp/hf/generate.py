@@ -96,6 +96,8 @@ def run_generate(args: argparse.Namespace) -> int:
     for name in ("max_new_tokens", "chunked_prefill_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+    if not -(2**63) <= args.seed < 2**63:
+        raise ValueError(f"seed must be an integer of 64 bits, got {args.seed}")
     if not 0 < args.timeout <= _LONGEST_TIMEOUT_S:
         raise ValueError(f"timeout must be above 0 and at most {_LONGEST_TIMEOUT_S:g}, got {args.timeout:g}")
     if args.device == "cuda":
@@ -125,7 +127,8 @@ def run_generate(args: argparse.Namespace) -> int:
         cache=CacheConfig(args.kv_cache_dtype, pool),
         prompts=prompts,
         max_new_tokens=args.max_new_tokens,
-        chunked_prefill_size=args.chunked_prefill_size,
+        # What exceeds all prompts changes nothing, and need not fit a tensor's index.
+        chunked_prefill_size=min(args.chunked_prefill_size, sum(map(len, prompts))),
         eos_ids=frozenset() if args.ignore_eos else checkpoint.eos_ids,
         cuda_graph=args.device == "cuda" and not args.disable_cuda_graph,
         timeout_s=args.timeout,
