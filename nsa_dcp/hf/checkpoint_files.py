@@ -5,7 +5,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa_dcp.planning.config_fields import read_json_object
+from nsa_dcp.planning.config_fields import printable, read_json_object
 
 # What transformers loads, in this order.
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -65,7 +65,7 @@ def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 def list_some(names: list[str]) -> str:
     """A few names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(map(printable, names[:_SHOWN])) + more
 
 
 def _read_weight_map(directory: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nsa_dcp.config import ARCHITECTURES
-from nsa_dcp.planning.config_fields import MOST_LAYERS, first_architecture, positive_integer, shown
+from nsa_dcp.planning.config_fields import MOST_LAYERS, first_architecture, positive_integer, printable, shown
 
 # The kernels' tables are as wide as a selection; the published models select 2,048.
 _MOST_SELECTED = 65_536
@@ -32,7 +32,7 @@ def read_model_config(fields: dict[str, object], directory: Path) -> object:
         ValueError: a field is not what the architecture's config takes.
         NotImplementedError: the architecture, or a RoPE whose frequencies depend on the length, is not served.
     """
-    architecture = first_architecture(fields, str(directory)) or "(none named)"
+    architecture = printable(first_architecture(fields, str(directory))) or "(none named)"
     if architecture not in ARCHITECTURES:
         # transformers may not even know it; the refusal must not depend on that.
         raise NotImplementedError(
@@ -116,7 +116,7 @@ def _rope_depends_on_length(config: object) -> bool:
 
 def _check_numbers(value: object, name: str, directory: Path) -> None:
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value} ({directory})")
+        raise ValueError(f"{printable(name)} must be a finite number, got {value} ({directory})")
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in parts:
         _check_numbers(part, f"{name}.{key}" if name else str(key), directory)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nsa_dcp.hf.checkpoint_files import StoredTensor, list_some
-from nsa_dcp.planning.config_fields import read_json_object, shown
+from nsa_dcp.planning.config_fields import printable, read_json_object, shown
 
 _PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 # What the tensors are called that stand beside quantised weights, in every common format.
@@ -157,7 +157,7 @@ def _name_method(declared: object) -> str:
     if not isinstance(declared, dict):
         return shown(declared)
     names = [declared[key] for key in ("quant_method", "quant_algo", "format", "fmt") if declared.get(key)]
-    return " ".join(name if isinstance(name, str) else shown(name) for name in names) or "without a method"
+    return " ".join(printable(name) if isinstance(name, str) else shown(name) for name in names) or "without a method"
 
 
 def _describe_quantised(found: str, directory: object) -> str:

@@ -44,6 +44,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
+def printable(name: str) -> str:
+    """A name out of a file as it is written in an error: what would break the line is escaped."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
+
+
 def positive_integer(
     config: Mapping[str, object], field: str, source: str, *, default: int | None = None, most: int = LARGEST_INTEGER
 ) -> int:

@@ -78,6 +78,11 @@ def test_unexpected_tensors_are_named(edit, part, copy, generate):
     check_refused(generate(copy(edit)), "must hold the tensors of GlmMoeDsaForCausalLM alone, got", part)
 
 
+def test_a_name_that_would_break_the_line_is_escaped(copy, generate):
+    check_refused(generate(copy(put("a\nb\x1e", torch.ones(1)))), "got a\\nb\\x1e too")
+    check_refused(generate(copy(into="other", rope_parameters={"\x1e": float("nan")})), "rope_parameters.\\x1e must be")
+
+
 @pytest.mark.parametrize(
     ("name", "edit"),
     [
