@@ -7,7 +7,7 @@ pytest.importorskip("sglang")
 from sglang.srt.configs.model_config import dsa_layer_skips_topk
 from transformers import CONFIG_MAPPING
 
-from nsa_dcp.model_dims import indexer_layers
+from nsa_dcp.planning.dimensions import indexer_layers
 
 MODELS = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}
 # Eight layers: patterns and lists of other lengths, nulls, and both ways to space selections.
