@@ -31,6 +31,7 @@ class Symbol:
 
 
 _ATTENTION = "sglang.srt.layers.attention"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater"
 _FORWARD = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope", "topk_indices")
 _FORWARD += ("cos_sin_cache", "is_neox", "llama_4_scaling", "attn_sink")
 _METADATA = ("page_size", "cache_seqlens_int32", "max_seq_len_q", "max_seq_len_k", "cu_seqlens_q", "cu_seqlens_k")
@@ -202,6 +203,23 @@ SYMBOLS = (
         "every online weight update asks it first, and it reads our attention layers' _derived_weight_cache_error",
         ("model",),
     ),
+    Symbol(
+        f"{_UPDATER}.begin_weight_update",
+        "it undoes a quantisation's processing: done before the first load that is accepted",
+        ("self",),
+    ),
+    Symbol(
+        f"{_UPDATER}.end_weight_update",
+        "it repeats that processing: done where something was loaded",
+        ("self", "run_post_load"),
+    ),
+    Symbol(
+        f"{_UPDATER}.update_weights_from_tensor",
+        "one of the two loads of a session",
+        ("self", "named_tensors", "load_format"),
+    ),
+    Symbol(f"{_UPDATER}.load_weights_from_distributed", "the other", ("self", "named_tensors")),
+    Symbol("sglang.srt.managers.mm_utils:tensor_hash", "whether weights were written remotely", ("tensor_list",)),
     Symbol(
         "sglang.srt.layers.dcp.comm:dcp_a2a_lse_reduce",
         "the a2a merge",

@@ -39,7 +39,10 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     """
     from sglang.srt.runtime_context import get_exec, get_parallel
 
-    if model_runner.is_draft_worker or get_parallel().attn_dcp_size == 1:
+    if model_runner.is_draft_worker:
+        _leave_draft_weights(model_runner)
+        return _stock_backend(model_runner, stock)
+    if get_parallel().attn_dcp_size == 1:
         return _stock_backend(model_runner, stock)
     kernel = get_exec().kernel
     settings, model, capability = resolution.read_command(model_runner.server_args)
@@ -62,7 +65,7 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     _check_topology(parallel)
     _check_pool(model_runner, parallel.attn_dcp_size)
     _check_model(model_runner, parallel.attn_dcp_size)
-    refuse_weight_updates(model_runner.model, settings)
+    refuse_weight_updates(model_runner, settings)
     if parallel.attn_cp_size > 1:
         from nsa_dcp.sglang_plugin.cp_startup import build_context_parallel_backend, describe_context_parallel_server
 
@@ -111,6 +114,13 @@ def describe_server(model_runner: Any, parallel: Any) -> str:
         pool=pool,
         buffers=buffers,
     )
+
+
+def _leave_draft_weights(model_runner: Any) -> None:
+    """See to it that an update which the target refuses leaves its draft's weights as they are."""
+    settings, model, capability = resolution.read_command(model_runner.server_args)
+    if concerns_us(settings, model, capability):
+        refuse_weight_updates(model_runner, settings)
 
 
 def _stock_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
