@@ -32,6 +32,7 @@ class Symbol:
 
 _ATTENTION = "sglang.srt.layers.attention"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater"
+_TO_ABSORB = ("llama_4_scaling", "prev_topk_indices")
 _FORWARD = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope", "topk_indices")
 _FORWARD += ("cos_sin_cache", "is_neox", "llama_4_scaling", "attn_sink")
 _METADATA = ("page_size", "cache_seqlens_int32", "max_seq_len_q", "max_seq_len_k", "cu_seqlens_q", "cu_seqlens_k")
@@ -322,6 +323,17 @@ SYMBOLS = (
         "sglang.srt.distributed.parallel_state:GroupCoordinator.broadcast",
         "one selection for all ranks of the DCP group where it is not split by rows, captured",
         ("self", "input_", "src"),
+    ),
+    Symbol(
+        "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_object",
+        "ranks compare what they must have in common, over the CPU",
+        ("self", "obj"),
+    ),
+    Symbol("sglang.srt.environ:envs", "the switches that they compare, as sglang reads them"),
+    Symbol(
+        "sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA.forward_absorb_prepare",
+        "it warns of an idle step under DCP in every layer",
+        ("self", "positions", "hidden_states", "forward_batch", "zero_allocator", *_TO_ABSORB),
     ),
     Symbol("sglang.srt.runtime_context:get_schedule", "the largest prefill chunk, for the start-up line", ()),
     Symbol("sglang.srt.runtime_context:get_spec", "the rows of a verify step, for the same", ()),

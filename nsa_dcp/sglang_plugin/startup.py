@@ -13,6 +13,8 @@ from typing import Any
 from nsa_dcp.capacity import temporary_buffers
 from nsa_dcp.model_dims import dims_from_config
 from nsa_dcp.sglang_plugin import resolution
+from nsa_dcp.sglang_plugin.agreement import check_agreement
+from nsa_dcp.sglang_plugin.attention.idle_steps import prepare_idle_steps_quietly
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version
 from nsa_dcp.sglang_plugin.requirements import require
 from nsa_dcp.sglang_plugin.selection_agreement import select_alike_on_every_rank
@@ -65,6 +67,9 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     _check_topology(parallel)
     _check_pool(model_runner, parallel.attn_dcp_size)
     _check_model(model_runner, parallel.attn_dcp_size)
+    if parallel.attn_cp_size == 1:
+        _check_tensor_parallel(model_runner, parallel)
+    check_agreement(model_runner, parallel, settings, model)
     refuse_weight_updates(model_runner, settings)
     if parallel.attn_cp_size > 1:
         from nsa_dcp.sglang_plugin.cp_startup import build_context_parallel_backend, describe_context_parallel_server
@@ -75,8 +80,8 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
 
     from nsa_dcp.sglang_plugin.backend import DcpDeepseekSparseAttnBackend
 
-    _check_tensor_parallel(model_runner, parallel)
     select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group)
+    prepare_idle_steps_quietly(model_runner.model)
     backend = DcpDeepseekSparseAttnBackend(model_runner)
     logger.info(describe_server(model_runner, parallel))
     return backend

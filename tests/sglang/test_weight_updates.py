@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from served_parts import make_weight_updater
 
 from nsa_dcp.sglang_plugin.server_settings import ServerSettings
 
@@ -56,7 +57,6 @@ class Server:
 
     def __init__(self, settings, monkeypatch, roles=("target",)):
         from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
         from nsa_dcp.sglang_plugin.weight_updates import refuse_weight_updates
 
@@ -64,17 +64,7 @@ class Server:
         self.models, runners = {}, {}
         for role in roles:
             model = self.models[role] = Layers(has_attention=role == "target")
-            updater = WeightUpdater(
-                tp_rank=0,
-                device="cpu",
-                gpu_id=0,
-                model_config=SimpleNamespace(dtype=torch.bfloat16, model_path=None),
-                custom_weight_loaders={},
-                get_model=lambda model=model: model,
-                update_model_fields=lambda *_, **__: None,
-                recapture_cuda_graph=None,
-                get_model_runner=None,
-            )
+            updater = make_weight_updater(lambda model=model: model)
             runner = SimpleNamespace(model=model, weight_updater=updater, is_draft_worker=role == "draft")
             refuse_weight_updates(runner, settings)
             refuse_weight_updates(runner, settings)
