@@ -8,31 +8,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-from dataclasses import dataclass
 from typing import Any
+
+from nsa_dcp.sglang_plugin.lifetime_symbols import LIFETIME_SYMBOLS, Symbol
 
 SGLANG_VERSION = "0.5.23"
 
 
-@dataclass(frozen=True)
-class Symbol:
-    """One name in sglang that nsa-dcp uses.
-
-    Args:
-        path: `module:name` or `module:Class.name`.
-        why: what nsa-dcp does with it.
-        parameters: the parameters it must have, in order, of a dataclass its fields; None when it is not called,
-            overridden or copied with changes by us.
-    """
-
-    path: str
-    why: str
-    parameters: tuple[str, ...] | None = None
-
-
 _ATTENTION = "sglang.srt.layers.attention"
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater"
-_TO_ABSORB = ("llama_4_scaling", "prev_topk_indices")
 _FORWARD = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope", "topk_indices")
 _FORWARD += ("cos_sin_cache", "is_neox", "llama_4_scaling", "attn_sink")
 _METADATA = ("page_size", "cache_seqlens_int32", "max_seq_len_q", "max_seq_len_k", "cu_seqlens_q", "cu_seqlens_k")
@@ -205,23 +188,6 @@ SYMBOLS = (
         ("model",),
     ),
     Symbol(
-        f"{_UPDATER}.begin_weight_update",
-        "it undoes a quantisation's processing: done before the first load that is accepted",
-        ("self",),
-    ),
-    Symbol(
-        f"{_UPDATER}.end_weight_update",
-        "it repeats that processing: done where something was loaded",
-        ("self", "run_post_load"),
-    ),
-    Symbol(
-        f"{_UPDATER}.update_weights_from_tensor",
-        "one of the two loads of a session",
-        ("self", "named_tensors", "load_format"),
-    ),
-    Symbol(f"{_UPDATER}.load_weights_from_distributed", "the other", ("self", "named_tensors")),
-    Symbol("sglang.srt.managers.mm_utils:tensor_hash", "whether weights were written remotely", ("tensor_list",)),
-    Symbol(
         "sglang.srt.layers.dcp.comm:dcp_a2a_lse_reduce",
         "the a2a merge",
         ("cp_attn_out", "cp_attn_lse", "cp_group", "is_lse_base_on_e", "cuda_graph_buffers", "comm_backend"),
@@ -324,19 +290,9 @@ SYMBOLS = (
         "one selection for all ranks of the DCP group where it is not split by rows, captured",
         ("self", "input_", "src"),
     ),
-    Symbol(
-        "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_object",
-        "ranks compare what they must have in common, over the CPU",
-        ("self", "obj"),
-    ),
-    Symbol("sglang.srt.environ:envs", "the switches that they compare, as sglang reads them"),
-    Symbol(
-        "sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA.forward_absorb_prepare",
-        "it warns of an idle step under DCP in every layer",
-        ("self", "positions", "hidden_states", "forward_batch", "zero_allocator", *_TO_ABSORB),
-    ),
     Symbol("sglang.srt.runtime_context:get_schedule", "the largest prefill chunk, for the start-up line", ()),
     Symbol("sglang.srt.runtime_context:get_spec", "the rows of a verify step, for the same", ()),
+    *LIFETIME_SYMBOLS,
 )
 
 
@@ -373,6 +329,20 @@ def check_symbols() -> None:
             f"this sglang says {SGLANG_VERSION} but is not the released one, so nsa-dcp cannot serve with it "
             f"(pip install --force-reinstall sglang=={SGLANG_VERSION}): {'; '.join(differences)}"
         )
+
+
+def require(condition: bool, needed: str, found: object) -> None:
+    """Raise unless a condition holds, in one sentence; raised in the factory it stops the server.
+
+    Args:
+        condition: what was checked.
+        needed, found: what nsa-dcp needs, and what is there.
+
+    Raises:
+        RuntimeError: the condition does not hold.
+    """
+    if not condition:
+        raise RuntimeError(f"nsa-dcp needs {needed}, found {found}; serve without --dcp-size, or report this")
 
 
 def _difference(symbol: Symbol) -> str | None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from nsa_dcp.launcher import run_ranks
-from nsa_dcp.sglang_plugin import agreement
+from nsa_dcp.sglang_plugin.startup import agreement
 
 pytestmark = pytest.mark.sglang
 
@@ -31,8 +31,8 @@ class Group:
 
 def make_rank_settings():
     """What a rank of two is started with, nothing resolved: a runner, the command, and the checkpoint's facts."""
-    from served_settings import GLM, TP_DCP
     from sglang.srt.server_args import ServerArgs
+    from tests.sglang.served_settings import GLM, TP_DCP
 
     runner = SimpleNamespace(
         server_args=ServerArgs(model_path="dummy", device="cpu", tp_size=2, dcp_size=2),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_dcp.sglang_plugin import agreement
+from nsa_dcp.sglang_plugin.startup import agreement
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,10 +3,11 @@
 import logging
 from types import SimpleNamespace
 
-import cp_simulation as simulation
 import pytest
-import test_cp_model
 import torch
+
+from tests.sglang import cp_simulation as simulation
+from tests.sglang import test_cp_model
 
 pytestmark = pytest.mark.sglang
 

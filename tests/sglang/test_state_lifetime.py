@@ -4,10 +4,11 @@ import random
 import weakref
 from types import SimpleNamespace
 
-import cp_simulation as simulation
-import decode_metadata as decode
 import pytest
 import torch
+
+from tests.sglang import cp_simulation as simulation
+from tests.sglang import decode_metadata as decode
 
 pytestmark = pytest.mark.sglang
 
@@ -29,7 +30,7 @@ def tp_backend(make_rank, monkeypatch):
     from sglang.srt.layers.attention.dsa import dsa_indexer, utils
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
 
-    from nsa_dcp.sglang_plugin.backend import DcpDeepseekSparseAttnBackend
+    from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend
 
     rank = make_rank(2, 0, "bfloat16")
     for module in (dsa_backend, dsa_indexer, utils):
@@ -80,7 +81,7 @@ def step(num_rows):
 
 @pytest.mark.parametrize("next_step", ["replay", "idle"])
 def test_an_eager_steps_metadata_and_selection_are_gone_when_sglang_drops_them(tp_backend, next_step):
-    from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import DecodeShare
 
     share = DecodeShare(SimpleNamespace(world_size=2, rank_in_group=1))
     decode.prepare_step(tp_backend, *step(64), capturing=True)
@@ -112,7 +113,7 @@ def test_a_selection_is_gone_with_its_forward_though_its_graphs_metadata_stay(tp
 def test_a_spread_prefills_metadata_pages_and_selection_are_gone_when_sglang_drops_them(
     make_cp_backend, strategy, monkeypatch
 ):
-    from nsa_dcp.sglang_plugin import cp_backend
+    from nsa_dcp.sglang_plugin.attention import cp_backend
 
     backend = make_cp_backend(simulation.RelayedGroup(2).rank(0), strategy)
     references = []
@@ -150,7 +151,7 @@ class Server:
     """
 
     def __init__(self, draw, monkeypatch):
-        from nsa_dcp.sglang_plugin import row_split_decode
+        from nsa_dcp.sglang_plugin.selection import row_split_decode
 
         self.draw = draw
         self.layers = range(draw.choice([0, 5]), 12)
@@ -161,7 +162,7 @@ class Server:
         monkeypatch.setattr(row_split_decode, "narrow_metadata", lambda metadata, _: Made(metadata.attn_metadata.time))
 
     def run(self):
-        from nsa_dcp.sglang_plugin.backend import prepare_once
+        from nsa_dcp.sglang_plugin.attention.backend import prepare_once
 
         self.clock += 1
         size = self.draw.choice([None, 64, 128])
@@ -200,7 +201,7 @@ def test_no_history_of_forwards_makes_a_stale_answer(monkeypatch, seed):
 
 def test_the_histories_would_show_a_selection_that_is_shared_across_forwards(monkeypatch):
     """Sharing by the tensor alone, without the layers' order, is what they catch."""
-    from nsa_dcp.sglang_plugin import backend
+    from nsa_dcp.sglang_plugin.attention import backend
 
     def prepare_by_tensor(slots, layer_id, metadata, make):
         if not hasattr(slots, "made"):

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from served_parts import make_weight_updater
 
-from nsa_dcp.sglang_plugin.server_settings import ServerSettings
+from nsa_dcp.sglang_plugin.admission.server_settings import ServerSettings
+from tests.sglang.served_parts import make_weight_updater
 
 pytestmark = pytest.mark.sglang
 
@@ -58,7 +58,7 @@ class Server:
     def __init__(self, settings, monkeypatch, roles=("target",)):
         from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-        from nsa_dcp.sglang_plugin.weight_updates import refuse_weight_updates
+        from nsa_dcp.sglang_plugin.startup.weight_updates import refuse_weight_updates
 
         monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
         self.models, runners = {}, {}
@@ -223,7 +223,7 @@ def test_what_the_updater_has_besides_is_its_own(make_server):
 
 @pytest.mark.parametrize("missing", ["begin_weight_update", "end_weight_update"])
 def test_an_updater_without_a_method_that_is_replaced_stops_the_server(make_server, missing):
-    from nsa_dcp.sglang_plugin.weight_updates import _METHODS, refuse_weight_updates
+    from nsa_dcp.sglang_plugin.startup.weight_updates import _METHODS, refuse_weight_updates
 
     server = make_server()
     updater = SimpleNamespace(**{method: print for method in _METHODS if method != missing})
