@@ -32,7 +32,8 @@ class Group:
 def make_rank_settings():
     """What a rank of two is started with, nothing resolved: a runner, the command, and the checkpoint's facts."""
     from sglang.srt.server_args import ServerArgs
-    from tests.sglang.served_settings import GLM, TP_DCP
+
+    from tests.served_settings import GLM, TP_DCP
 
     runner = SimpleNamespace(
         server_args=ServerArgs(model_path="dummy", device="cpu", tp_size=2, dcp_size=2),

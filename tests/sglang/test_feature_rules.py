@@ -109,10 +109,10 @@ def test_both_flags_of_the_memory_saver_are_read_without_sglang():
 @pytest.mark.parametrize(
     ("flags", "refused"),
     [
-        (SAVER, True),
-        (f"{SAVER} --enable-draft-weights-cpu-backup", True),
-        (f"{SAVER} {BACKUP}", False),
-        (f"{SAVER} --no-dcp-replicate-q-proj", False),
+        (f"{SAVER} --dcp-comm-backend a2a", True),
+        (f"{SAVER} --dcp-comm-backend a2a --enable-draft-weights-cpu-backup", True),
+        (f"{SAVER} --dcp-comm-backend a2a {BACKUP}", False),
+        (f"{SAVER} --dcp-comm-backend a2a --no-dcp-replicate-q-proj", False),
         (f"{SAVER} --dcp-comm-backend ag_rs", False),
         (BACKUP, False),
     ],

@@ -25,7 +25,7 @@ def layer(make_cp_backend, make_attention, monkeypatch):
     layer = make_attention()
     layer.q_a_layernorm, layer.kv_a_layernorm = torch.nn.Identity(), torch.nn.Identity()
     layer.skip_topk, layer.current_attention_backend = True, "nsa"
-    queries = torch.randn(ROWS, layer.num_local_heads * 256).to(torch.bfloat16)
+    queries = torch.randn(ROWS, layer.num_local_heads, 256).to(torch.bfloat16)
     layer.q_b_proj_forward = lambda _: queries
     latents = torch.randn(ROWS, 512 + 576).to(torch.bfloat16)
     context = SimpleNamespace(fetch_qkv_latent=lambda: latents)

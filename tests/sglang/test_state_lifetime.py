@@ -81,9 +81,9 @@ def step(num_rows):
 
 @pytest.mark.parametrize("next_step", ["replay", "idle"])
 def test_an_eager_steps_metadata_and_selection_are_gone_when_sglang_drops_them(tp_backend, next_step):
-    from nsa_dcp.sglang_plugin.selection.row_split_decode import DecodeShare
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import RankRequests
 
-    share = DecodeShare(SimpleNamespace(world_size=2, rank_in_group=1))
+    share = RankRequests(SimpleNamespace(world_size=2, rank_in_group=1))
     decode.prepare_step(tp_backend, *step(64), capturing=True)
     metadata = decode.prepare_step(tp_backend, *step(64), captured=False)
     for layer_id in (0, 3):
@@ -145,7 +145,7 @@ class Made:
 
 
 class Server:
-    """A process that runs forwards on `prepare_once` and `DecodeShare`, as sglang runs them: eager steps on metadata of
+    """A process that runs forwards on `prepare_once` and `RankRequests`, as sglang runs them: eager steps on metadata of
     their own; warm-ups, captures and recaptures on a captured size's; some die in a layer. Objects are reused wherever
     sglang may: metadata by size, and selections, in the worst case, all in one tensor.
     """
@@ -156,7 +156,7 @@ class Server:
         self.draw = draw
         self.layers = range(draw.choice([0, 5]), 12)
         self.selects = sorted({self.layers[0], *draw.sample(self.layers, draw.randint(0, 6))})
-        self.share = row_split_decode.DecodeShare(SimpleNamespace(world_size=2, rank_in_group=0))
+        self.share = row_split_decode.RankRequests(SimpleNamespace(world_size=2, rank_in_group=0))
         self.static = torch.zeros(2, 4, dtype=torch.int32) if draw.random() < 0.5 else None
         self.by_size, self.clock = {}, 0
         monkeypatch.setattr(row_split_decode, "narrow_metadata", lambda metadata, _: Made(metadata.attn_metadata.time))
