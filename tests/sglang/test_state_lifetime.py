@@ -145,7 +145,7 @@ class Made:
 
 
 class Server:
-    """A process that runs forwards on `prepare_once` and `RankRequests`, as sglang runs them: eager steps on metadata of
+    """A process that runs forwards on `prepare_once` and `RankRequests` as sglang runs them: eager steps on metadata of
     their own; warm-ups, captures and recaptures on a captured size's; some die in a layer. Objects are reused wherever
     sglang may: metadata by size, and selections, in the worst case, all in one tensor.
     """
