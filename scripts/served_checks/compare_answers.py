@@ -135,6 +135,9 @@ def _check_update(update: dict) -> list[str]:
         return ["the weights were updated, and the answers are the old ones"] * update["tokens_kept"]
     if "online weight updates are not supported here" not in str(update["said"]):
         return [f"an update of the weights was answered {update['status']}: {update['said']}"]
+    # Reports of earlier servers have no session.
+    if update.get("session", [200, 400, 200]) != [200, 400, 200]:
+        return [f"a session's beginning, load and end were answered {update['session']}"]
     return [] if update["tokens_kept"] else ["an update of the weights was refused, and the answers changed"]
 
 

@@ -34,8 +34,8 @@ def report(**changes):
     } | changes
 
 
-def updated(status, said="nsa-dcp: online weight updates are not supported here", tokens_kept=True):
-    return {"config": "tp4-dcp4-update", "update": {"status": status, "said": said, "tokens_kept": tokens_kept}}
+def updated(status, said="nsa-dcp: online weight updates are not supported here", tokens_kept=True, **more):
+    return {"config": "tp4-dcp4-update", "update": {"status": status, "said": said, "tokens_kept": tokens_kept} | more}
 
 
 def answer_of(other):
@@ -117,10 +117,13 @@ def test_what_is_missing_fails(missing):
         (updated(200, tokens_kept=True), "the answers are the old ones"),
         (updated(400, tokens_kept=False), "refused, and the answers changed"),
         (updated(500, "a traceback"), "500: a traceback"),
+        (updated(400, session=[200, 200, 200]), "a session's beginning, load and end were answered [200, 200, 200]"),
+        (updated(400, session=[200, 400, 200], tokens_kept=False), "refused, and the answers changed"),
     ],
     ids=[
         *["capacity", "logged-capacity", "malformed", "afterwards", "retract", "kill", "prefix"],
         *["update-without-effect", "update-with-half-an-effect", "update-fails"],
+        *["session-that-loads", "session-with-an-effect"],
     ],
 )
 def test_a_report_that_contradicts_itself_is_a_problem(changes, problem):
