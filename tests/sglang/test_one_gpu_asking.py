@@ -50,7 +50,7 @@ def ask(tmp_path, unused_port):
         command = [sys.executable, SCRIPTS / script, tmp_path / "model", tmp_path / "out", "--port", str(unused_port)]
         command += [word for config in configs for word in ("--config", config)]
         environment = os.environ | {"PYTHONPATH": str(package.parent)}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
 
     return run
 

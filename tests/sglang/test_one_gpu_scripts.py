@@ -244,7 +244,7 @@ def test_a_server_and_its_children_are_ended_whatever_happens(tmp_path, unused_p
             [sys.executable, "-c", FAKE_SERVER, str(unused_port)], {}, unused_port, tmp_path / "log"
         ) as server,
     ):
-        server.wait_until_ready(30)
+        server.wait_until_ready(900)
         processes = [server.process.pid, *server.children()]
         assert len(processes) == 2
         answers = serve.ask_at_once(server, {"a": [1, 2], "b": [5]})
@@ -259,7 +259,7 @@ def test_a_server_that_dies_at_its_start_is_reported_with_its_log(tmp_path, unus
         server_process.Server(command, {}, unused_port, tmp_path / "log") as server,
         pytest.raises(RuntimeError, match=r"(?s)ended with 3.*no such flag"),
     ):
-        server.wait_until_ready(30)
+        server.wait_until_ready(900)
 
 
 def test_the_entry_point_is_found_as_if_it_were_installed(tmp_path):
