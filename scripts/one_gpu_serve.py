@@ -47,6 +47,8 @@ from server_process import ASKING_ERRORS, Server, describe_host, python_path, wr
 
 VOCAB, BOS = 16384, 2
 NEW_TOKENS = 16
+# Tokens that a query of the checkpoints attends to at most.
+SELECTED = 2048
 DRAFT_TOKENS = 3
 PROFILED_STEPS, PROFILED_TOKENS = 8, 1000
 # Slots of all ranks together: fewer than all requests need, so that old ones are taken again, more than any one needs.
@@ -151,7 +153,7 @@ def ask(
         "tokens": [entry[1] for entry in meta["output_token_logprobs"]],
         "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
         # Speculation may leave them out.
-        "top": [[(entry[1], entry[0]) for entry in best] for best in meta.get("output_top_logprobs") or []],
+        "top": [[(entry[1], entry[0]) for entry in best or []] for best in meta.get("output_top_logprobs") or []],
         "accepted_drafts": meta.get("spec_accept_length"),
     }
 

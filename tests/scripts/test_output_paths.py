@@ -19,6 +19,7 @@ MISSING = "/nowhere/at/all"
         ("compare_step_model", ["glm-5.2", "bench.json", "--json", f"{MISSING}/x.json"], "--json"),
         ("make_trace", ["--out", f"{MISSING}/x.json"], "--out"),
         ("one_gpu_compare", ["a.json", "b.json", "--rounding", "0", "--out", f"{MISSING}/x.md"], "--out"),
+        ("one_gpu_compare", ["a.json", "b.json", "--rounding", "0", "--keep", f"{MISSING}/x.jsonl"], "--keep"),
         ("bench_server", ["model", "FILE/out", "--config", "tp1-dcp1"], "out"),
         ("mid_size_model", ["FILE/out"], "out"),
     ],

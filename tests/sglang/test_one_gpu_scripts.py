@@ -25,6 +25,7 @@ def report(**changes):
     answer = {"name": "9 tokens", "tokens": [7, 8], "logprobs": [-0.10, -0.70], "top": top, "cached_tokens": 4}
     return {
         "config": "tp4-dcp4",
+        "model": "models/glm",
         "command": ["--max-total-tokens", "64"],
         "max_total_num_tokens": 256,
         "logged_capacity": [256],
@@ -163,10 +164,12 @@ def test_rounding_comes_from_two_stock_servers(tmp_path):
     assert "Rounding: 0.0600 nats" in done.stdout
     assert "| tp4-dcp4 | 2 of 2 | tp4-dcp4 | 256 | 0 | 0.0300 | same tokens |" in done.stdout
     assert (tmp_path / "summary.md").read_text() == done.stdout
-    kept = subprocess.run([*command, "--keep", str(tmp_path / "kept")], capture_output=True, text=True, check=True)
+    rows = tmp_path / "kept.jsonl"
+    kept = subprocess.run([*command, "--keep", str(rows)], capture_output=True, text=True, check=True)
     assert kept.stdout == done.stdout
-    (answer,) = json.loads((tmp_path / "kept" / "1.json").read_text())["scenes"]["first"]
-    assert answer == {key: value for key, value in answer_of(other).items() if key != "top"}
+    reference, compared = map(json.loads, rows.read_text().splitlines())
+    assert reference["reference"] is None and compared["reference"]["server"] == "tp4-dcp4"
+    assert (compared["identical"], compared["tokens"], compared["largest_difference"]) == (2, 2, 0.03)
     strict = subprocess.run([*command[:4], "--rounding", "0.01"], capture_output=True, text=True)
     assert strict.returncode == 1
     assert "differ by 0.0300" in strict.stdout
