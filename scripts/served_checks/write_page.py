@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Write the tables of docs/served_on_h200.md from the rows that docs/served_on_h200/ keeps.
 
-    write_page.py [--check] [--page docs/served_on_h200.md] [--rows docs/served_on_h200]
+    python -m scripts.served_checks.write_page [--check] [--page docs/served_on_h200.md] [--rows docs/served_on_h200]
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; what is between them is replaced. --check
 writes nothing and ends with 1 where the page differs from its rows.
@@ -12,12 +11,8 @@ import re
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    # Run as a file, its package is the folder it stands in.
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from served_checks.kept_rows import read_rows
-from served_checks.page_tables import TABLES
+from scripts.served_checks.kept_rows import read_rows
+from scripts.served_checks.page_tables import TABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 BETWEEN = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)

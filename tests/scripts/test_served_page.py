@@ -11,13 +11,13 @@ import sys
 import tarfile
 from pathlib import Path
 
-import one_gpu_compare as compare
-import one_gpu_rounding as rounding
-import one_gpu_serve as serve
 import pytest
-from served_checks import page_tables, write_page
-from served_checks.answers import alternatives, log_probability
-from served_checks.kept_rows import check_row, keep_rows, read_rows
+
+from scripts.served_checks import ask_servers, page_tables, write_page
+from scripts.served_checks import compare_answers as compare
+from scripts.served_checks import measure_rounding as rounding
+from scripts.served_checks.answers import alternatives, log_probability
+from scripts.served_checks.kept_rows import check_row, keep_rows, read_rows
 
 ROOT = Path(__file__).parents[2]
 FOLDER, PAGE = ROOT / "docs" / "served_on_h200", ROOT / "docs" / "served_on_h200.md"
@@ -168,7 +168,7 @@ def test_alternatives_that_a_server_leaves_out_are_no_fault_of_an_answer():
                 "meta_info": {"output_token_logprobs": found, "output_top_logprobs": [None, [[-0.6, 8, None]]]}
             }
 
-    answer = serve.ask(Speculating(), "x", [1, 2])
+    answer = ask_servers.ask(Speculating(), "x", [1, 2])
     assert answer["top"] == [[], [(8, -0.6)]]
     assert [log_probability(answer, position) for position in (0, 1)] == [-0.5, -0.6]
 
@@ -177,8 +177,8 @@ def test_alternatives_that_a_server_leaves_out_are_no_fault_of_an_answer():
 
 
 def run(script, *words, status=0):
-    command = [sys.executable, ROOT / "scripts" / script, *words]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    command = [sys.executable, "-m", f"scripts.served_checks.{script}", *words]
+    done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -196,9 +196,9 @@ def test_a_comparison_is_kept_as_rows_that_the_page_is_written_from(tmp_path, ho
     one, two, four = write_reports(tmp_path, how)
     kept = tmp_path / "abc1234.jsonl"
     words = [one, four, "--stock-pair", one, two, "--keep", kept, "--host", 2]
-    assert "Rounding: 0.2000 nats." in run("one_gpu_compare.py", *words)
+    assert "Rounding: 0.2000 nats." in run("compare_answers", *words)
     first = kept.read_text()
-    run("one_gpu_compare.py", *words)
+    run("compare_answers", *words)
     assert kept.read_text() == first
     assert [(row["server"], bool(row["reference"])) for row in read_rows(kept)] == [
         ("tp1-dcp1", False),
@@ -208,9 +208,9 @@ def test_a_comparison_is_kept_as_rows_that_the_page_is_written_from(tmp_path, ho
     page = tmp_path / "page.md"
     page.write_text("".join(f"<!-- table: {name} -->\n<!-- end of table -->\n" for name in page_tables.TABLES))
     options = ["--page", page, "--rows", tmp_path]
-    assert "are not those of its rows" in run("served_checks/write_page.py", "--check", *options, status=1)
-    run("served_checks/write_page.py", *options)
-    run("served_checks/write_page.py", "--check", *options)
+    assert "are not those of its rows" in run("write_page", "--check", *options, status=1)
+    run("write_page", *options)
+    run("write_page", "--check", *options)
     text = page.read_text()
     assert "| tp4-dcp4 | `abc1234` | 6 of 6 | tp1-dcp1 | 256 | 0 | 0.1000 | 0.2000 | same tokens |" in text
     assert "| tp2-dcp1, stock | `abc1234` | 6 of 6 | tp1-dcp1 | 256 | 0 | 0.1000 |  | same tokens |" in text
@@ -221,7 +221,7 @@ def test_a_comparison_is_kept_as_rows_that_the_page_is_written_from(tmp_path, ho
 def test_a_failure_stays_one_in_the_rows_and_on_the_page(tmp_path):
     one, _, four = write_reports(tmp_path, "absent")
     kept = tmp_path / "abc1234.jsonl"
-    run("one_gpu_compare.py", one, four, "--rounding", "0.05", "--keep", kept, status=1)
+    run("compare_answers", one, four, "--rounding", "0.05", "--keep", kept, status=1)
     (row,) = (row for row in read_rows(kept) if row["reference"])
     assert row["failures"] == ["first: request 0, token 2: log-probabilities differ by 0.1000"]
     found = write_page.load_rows(tmp_path)
