@@ -48,6 +48,8 @@ from scripts.served_checks.server_process import ASKING_ERRORS, Server, describe
 
 VOCAB, BOS = 16384, 2
 NEW_TOKENS = 16
+# Tokens that a query of the checkpoints attends to at most.
+SELECTED = 2048
 PROFILED_STEPS, PROFILED_TOKENS = 8, 1000
 SINGLES = (1, 63, 64, 65, 2047, 2049, 9000)
 MIXED = (5, 17, 64, 65, 129, 300, 511, 512, 513, 700, 1000, 1500, 2047, 2048, 2300, 3000)
@@ -90,7 +92,7 @@ def ask(
         "tokens": [entry[1] for entry in meta["output_token_logprobs"]],
         "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
         # Speculation may leave them out.
-        "top": [[(entry[1], entry[0]) for entry in best] for best in meta.get("output_top_logprobs") or []],
+        "top": [[(entry[1], entry[0]) for entry in best or []] for best in meta.get("output_top_logprobs") or []],
         "accepted_drafts": meta.get("spec_accept_length"),
     }
 

@@ -211,7 +211,7 @@ def test_the_buffers_bytes_are_the_ranks_pages_and_its_own():
     shared=st.integers(0, 3),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_parts_hold_every_slot_of_every_request_once(lengths, dcp_size, per_part, shared, seed):
     generator = torch.Generator().manual_seed(seed)
     widened, num_pages = 64 * dcp_size, 64
