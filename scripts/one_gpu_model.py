@@ -8,8 +8,8 @@ to almost nothing, losing half of them would hardly show, and rounding alone wou
 random: it only proposes. All layers are dense, but in the `moe` models and the quantised ones, where all but the first
 have experts.
 
-`fp8` and `w4afp8` models are quantised as the published checkpoints are (quantised_weights.py). Their shapes divide into
-blocks of 128 on up to 8 ranks, where an expert is as wide on a rank as GLM-5.2's and DeepSeek-V3.2's.
+`fp8` and `w4afp8` models are quantised as the published checkpoints are (quantised_weights.py). Their shapes divide
+into blocks of 128 on up to 8 ranks, where an expert is as wide on a rank as GLM-5.2's and DeepSeek-V3.2's.
 """
 
 import argparse

@@ -1,15 +1,15 @@
 """Tensors as published quantised checkpoints hold them: block-FP8 and W4AFP8, as sglang 0.5.23 loads them.
 
-Block-FP8 (`quant_method: fp8`, `weight_block_size: [128, 128]`): a projection's `weight` is [N, K] float8_e4m3fn and its
-`weight_scale_inv` [ceil(N / 128), ceil(K / 128)] float32, by which the block is multiplied. DeepSeek's scales are powers
-of two (`scale_fmt: ue8m0`). Embedding, output head, norms, router and the indexer's head weights are left as they are.
+Block-FP8 (`quant_method: fp8`, `weight_block_size: [128, 128]`): a projection's `weight` is [N, K] float8_e4m3fn, and
+its `weight_scale_inv` [ceil(N / 128), ceil(K / 128)] float32, by which the block is multiplied. DeepSeek's scales are
+powers of two (`scale_fmt: ue8m0`). Embedding, output head, norms, router and the indexer's head weights are as ever.
 
 W4AFP8 (`quant_method: w4afp8`): as that, but the routed experts' weights are int4, two a byte along K, the even column
-in the low half: [N, K / 2] int8, and their `weight_scale_inv` is [N, K / 128]. Each routed projection also has one scale
-by which its input is divided before it is rounded to FP8; w1, w2 and w3 are gate, down and up there.
+in the low half: [N, K / 2] int8, and their `weight_scale_inv` is [N, K / 128]. Each routed projection also has one
+scale by which its input is divided before it is rounded to FP8; w1, w2 and w3 are gate, down and up there.
 
-Scales that are nearly the same everywhere would hide one that is taken for another block, so neighbouring blocks' scales
-differ by up to 16 here. Powers of two: nothing is rounded differently for it.
+Scales that are nearly the same everywhere would hide one that is taken for another block, so neighbouring blocks'
+scales differ by up to 16 here. Powers of two: nothing is rounded differently for it.
 """
 
 import re
