@@ -10,9 +10,9 @@ from nsa_dcp import __version__
 # Imported one by one: planning needs no torch, and doctor must answer where torch is broken.
 _COMMANDS = {
     "generate": "nsa_dcp.hf.generate:add_generate_parser",
-    "plan": "nsa_dcp.capacity_cli:add_plan_parser",
-    "model": "nsa_dcp.capacity_cli:add_model_parser",
-    "doctor": "nsa_dcp.sglang_plugin.doctor:add_doctor_parser",
+    "plan": "nsa_dcp.planning.capacity_cli:add_plan_parser",
+    "model": "nsa_dcp.planning.capacity_cli:add_model_parser",
+    "doctor": "nsa_dcp.sglang_plugin.doctor.doctor:add_doctor_parser",
 }
 
 

@@ -8,11 +8,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
 from nsa_dcp.config import COMM_BACKENDS, KV_CACHE_DTYPES, MODES, SELECTIONS, CacheConfig, DcpConfig
 from nsa_dcp.cp_layout import STRATEGIES
-from nsa_dcp.dtype_argument import dtype_argument, dtype_metavar
 from nsa_dcp.layout import pages_for, widened_page_size
-from nsa_dcp.output_path import check_output_file
 
 _PROGRESS_EVERY_S = 2.0
 _LONGEST_TIMEOUT_S = 86400.0

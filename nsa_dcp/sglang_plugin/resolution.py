@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from nsa_dcp.pipeline import PARTITION_VARIABLE
-from nsa_dcp.sglang_plugin.validation import (
+from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.sglang_plugin.admission.validation import (
     HOPPER,
     SPARSE_BACKEND,
     ModelFacts,
     ServerSettings,
-    concerns_us,
     describe_problems,
     find_problems,
+    is_served_here,
 )
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) 
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     settings, model, capability = read_command(server_args)
-    ours = concerns_us(settings, model, capability)
+    ours = is_served_here(settings, model, capability)
     if ours:
         check_command(settings, model, capability)
         unset = {
@@ -83,7 +83,7 @@ def check_resolved_settings(server_args: Any, previous: Callable[[Any], None]) -
     """
     previous(server_args)
     settings, model, capability = read_command(server_args)
-    if not concerns_us(settings, model, capability):
+    if not is_served_here(settings, model, capability):
         return
     check_command(settings, model, capability)
     if server_args.kv_cache_dtype == "auto":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nsa_dcp.model_dims import PRESETS, dims_from_config, indexer_layers, preset_dims, read_config
+from nsa_dcp.planning.dimensions import PRESETS, dims_from_config, indexer_layers, preset_dims, read_config
 
 CONFIG = {
     "model_type": "glm_moe_dsa",

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from nsa_dcp.sglang_plugin.server_settings import ModelFacts, Problem, ServerSettings
+from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
 
 UNQUANTISED = ""
 BLOCK_FP8 = "fp8 in blocks of 128 x 128"
