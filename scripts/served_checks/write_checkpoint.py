@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.served_checks.lookup_weights import LookupWeights
-from scripts.served_checks.quantised_weights import quantization_config, quantise
+from scripts.served_checks.quantised_weights import quantise, quantization_config
 
 NUM_LAYERS = 4
 COMMON = {
@@ -94,8 +94,7 @@ QUANTISED = {
     "deepseek-w4afp8": (DEEPSEEK | WIDE_EXPERTS, "w4afp8"),
 }
 MODELS |= {
-    name: shape | {"quantization_config": quantization_config(form)}
-    for name, (shape, form) in QUANTISED.items()
+    name: shape | {"quantization_config": quantization_config(form)} for name, (shape, form) in QUANTISED.items()
 }
 
 

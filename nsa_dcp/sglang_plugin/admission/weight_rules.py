@@ -7,9 +7,11 @@ that it knows (bfloat16, and FP8 in blocks of 128), else the queries. CP-DCP tak
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
 
@@ -20,6 +22,27 @@ HUMMING = "humming"
 SLICED_PROJECTIONS = ("q_b_proj", "o_proj")
 _SLICEABLE = (UNQUANTISED, BLOCK_FP8)
 _LEFT_OUT_FIELDS = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
+
+
+def read_quantization(config: Mapping[str, object], folder: Path) -> object:
+    """What a checkpoint says about its quantisation, where sglang looks for it; None: nothing.
+
+    Args:
+        config: the content of config.json.
+        folder: of the checkpoint. It may be a name on a hub, which has no such folder.
+
+    ValueError: hf_quant_config.json is no JSON.
+    """
+    for field in ("quantization_config", "compression_config"):
+        if config.get(field) is not None:
+            return config[field]
+    path = folder / "hf_quant_config.json"
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"hf_quant_config must be JSON, got {str(path)!r}: {error}") from error
 
 
 def projection_format(quantization: object, num_layers: int) -> str | None:
