@@ -38,9 +38,8 @@ def make_projection(quant_config):
 
     def build(kind, rows, columns, seed):
         linear = {"q_b_proj": ColumnParallelLinear, "o_proj": RowParallelLinear}[kind]
-        # A draft layer's prefix would do as well.
-        options = {"bias": False, "quant_config": quant_config, "prefix": f"model.layers.0.self_attn.{kind}"}
-        layer = linear(columns, rows, tp_rank=0, tp_size=1, **options)
+        # Under context parallelism an attention-TP group is one rank, which holds all of it.
+        layer = linear(columns, rows, bias=False, quant_config=quant_config, prefix=kind, parallel_group="attn_tp")
         weight, scales = stored(rows, columns, seed)
         layer.weight.weight_loader(layer.weight, weight)
         layer.weight_scale_inv.weight_loader(layer.weight_scale_inv, scales)
@@ -59,7 +58,7 @@ def group_of(shards, own):
 
     def all_gather(values, dim):
         name = "weight" if values.dtype == torch.float8_e4m3fn else "weight_scale_inv"
-        assert torch.equal(values, getattr(own, name).data)
+        assert torch.equal(values.float(), getattr(own, name).data.float())
         return torch.cat([getattr(shard, name).data for shard in shards], dim=dim)
 
     return SimpleNamespace(all_gather=all_gather)
