@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from nsa_dcp.planning.config_fields import LARGEST_INTEGER, shown
 from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, QUANT_TILE, ModelDims
 from nsa_dcp.planning.pipelines import describe_waiting_stage, split_layers, stage_dims, suggest_partition
 
@@ -31,6 +32,7 @@ GIB = 1 << 30
 HEAD_BUCKETS = (64, 128)  # the head counts FlashMLA's sparse kernels are compiled for
 # nsa_dcp_kernels attends to packed rows instead of dequantising more than this.
 MOST_DEQUANTISED_BYTES = 1 << 30
+_MOST_GIB = 1 << 20  # of one GPU; beyond a terabyte a number is a slip, and further on it is no finite count of bytes
 
 
 @dataclass(frozen=True)
@@ -359,10 +361,14 @@ def _budget_bytes(gpu_memory_gib: float, mem_fraction_static: float, weights_gib
     for name, value in (("gpu_memory_gib", gpu_memory_gib), ("mem_fraction_static", mem_fraction_static)):
         if not math.isfinite(value) or value <= 0:
             raise ValueError(f"{name} must be a positive number, got {value}")
+        if value > _MOST_GIB:
+            raise ValueError(f"{name} must be at most {_MOST_GIB}, got {value}")
     if mem_fraction_static > 1:
         raise ValueError(f"mem_fraction_static must be at most 1, got {mem_fraction_static}")
     if not math.isfinite(weights_gib) or weights_gib < 0:
         raise ValueError(f"weights_gib must be 0 or more, got {weights_gib}")
+    if weights_gib > _MOST_GIB:
+        raise ValueError(f"weights_gib must be at most {_MOST_GIB}, got {weights_gib}")
     budget = int((gpu_memory_gib * mem_fraction_static - weights_gib) * GIB)
     if budget <= 0:
         raise ValueError(
@@ -375,10 +381,17 @@ def _budget_bytes(gpu_memory_gib: float, mem_fraction_static: float, weights_gib
 def _require_positive(**sizes: int) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
+        _require_size(name, value)
 
 
 def _require_natural(**sizes: int) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be an integer of 0 or more, got {value!r}")
+            raise ValueError(f"{name} must be an integer of 0 or more, got {shown(value)}")
+        _require_size(name, value)
+
+
+def _require_size(name: str, value: int) -> None:
+    if value > LARGEST_INTEGER:
+        raise ValueError(f"{name} must be at most {LARGEST_INTEGER}, got {shown(value)}")

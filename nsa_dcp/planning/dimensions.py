@@ -1,20 +1,30 @@
 """The dimensions of a DSA model that decide what its caches hold and what a decode step reads.
 
 They come from a checkpoint's `config.json` or from a preset. Nothing here imports torch or transformers, so that
-planning works on a laptop. Which layers own an indexer follows the precedence of transformers' `GlmMoeDsaConfig` and of
-sglang 0.5.23's `dsa_layer_skips_topk`: `indexer_types`, else `index_topk_pattern`, else `index_topk_freq` with
-`index_skip_topk_offset`.
+planning works on a laptop. Which layers own an indexer is what sglang 0.5.23's `dsa_layer_skips_topk` finds after
+transformers' `GlmMoeDsaConfig`: `indexer_types`, else `index_topk_pattern`, else `index_topk_freq` with
+`index_skip_topk_offset`; a layer past the end of a list owns one.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nsa_dcp.planning.config_fields import (
+    MOST_LAYERS,
+    first_architecture,
+    language_fields,
+    natural_integer,
+    positive_integer,
+    read_json_object,
+    shown,
+)
+
 INDEX_HEAD_DIM = 128
 QUANT_TILE = 128
+_GLM = "GlmMoeDsaForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -173,12 +183,7 @@ def read_config(path: str | Path) -> ModelDims:
         path = path / "config.json"
     if not path.is_file():
         raise ValueError(f"config must be a config.json or a directory that holds one, got {str(path)!r}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config must be JSON, got {str(path)!r}: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"config must be a JSON object, got {type(config).__name__} in {str(path)!r}")
+    config = read_json_object(path)
     return dims_from_config(config, name=_config_name(config, path), source=str(path))
 
 
@@ -191,18 +196,17 @@ def dims_from_config(
     dense_bytes: float = 1.0,
 ) -> ModelDims:
     """Dimensions from the fields of a `config.json`; errors as `read_config`."""
-    architectures = config.get("architectures")
-    if "num_hidden_layers" not in config and isinstance(config.get("text_config"), Mapping):
-        config = config["text_config"]  # a multimodal wrapper around a DSA language model
+    architecture = first_architecture(config, source)
+    config = language_fields(config, "num_hidden_layers", source)
     missing = [field for field in _REQUIRED if config.get(field) is None]
     if missing:
         dsa = "" if config.get("index_topk") is not None else "; without index_topk it is not a DSA model"
         raise ValueError(f"config must have {', '.join(missing)}, got a config without ({source}){dsa}")
-    values = {field: _positive(config, field, source) for field in _REQUIRED}
+    values = {field: positive_integer(config, field, source) for field in _REQUIRED}
     for field in _STEP_FIELDS:
-        values[field] = None if config.get(field) is None else _positive(config, field, source)
+        values[field] = None if config.get(field) is None else positive_integer(config, field, source)
     for field in ("n_shared_experts", "first_k_dense_replace"):
-        values[field] = None if config.get(field) is None else _natural(config, field, source)
+        values[field] = None if config.get(field) is None else natural_integer(config, field, source)
     if values.pop("index_head_dim") != INDEX_HEAD_DIM:
         raise NotImplementedError(f"index_head_dim must be {INDEX_HEAD_DIM}, got {config['index_head_dim']} ({source})")
     if values["kv_lora_rank"] % QUANT_TILE:
@@ -212,66 +216,57 @@ def dims_from_config(
     for field in ("index_kpool", "cli_factor"):
         if config.get(field) not in (None, 1):
             raise NotImplementedError(
-                f"{field} must be 1, got {config[field]!r} ({source}): pooled index keys are not counted here"
+                f"{field} must be 1, got {shown(config[field])} ({source}): pooled index keys are not counted here"
             )
     return ModelDims(
         name=name,
         source=source,
         max_context=values.pop("max_position_embeddings"),
-        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else "",
-        indexer_layers=indexer_layers(config, source=source),
-        draft_layers_in_checkpoint=_natural(config, "num_nextn_predict_layers", source),
+        architecture=architecture,
+        indexer_layers=indexer_layers(config, source=source, architecture=architecture),
+        draft_layers_in_checkpoint=natural_integer(config, "num_nextn_predict_layers", source),
         expert_bytes=expert_bytes,
         dense_bytes=dense_bytes,
         **values,
     )
 
 
-def indexer_layers(config: Mapping[str, object], *, source: str = "config") -> tuple[int, ...]:
+def indexer_layers(config: Mapping[str, object], *, source: str = "config", architecture: str = "") -> tuple[int, ...]:
     """Indices of the layers that own an indexer, ascending.
+
+    Args:
+        config: fields of a `config.json`.
+        source: where they come from.
+        architecture: the checkpoint's, where a wrapper around these fields names it.
+
+    Raises:
+        ValueError: a field is not of its kind, or names something that sglang and transformers read differently.
 
     Source: transformers 5.24 `GlmMoeDsaConfig.__post_init__`; sglang 0.5.23 `dsa_layer_skips_topk`.
     """
-    num_layers = _positive(config, "num_hidden_layers", source)
-    types = config.get("indexer_types")
-    field = "indexer_types"
+    num_layers = positive_integer(config, "num_hidden_layers", source, most=MOST_LAYERS)
+    types, field, words = config.get("indexer_types"), "indexer_types", ("full", "shared")
     if types is None:
         types, field = config.get("index_topk_pattern"), "index_topk_pattern"
+        # transformers' GLM config makes indexer_types of a pattern, of a list as it is; sglang looks for letters.
+        is_glm = (architecture or first_architecture(config, source)) in ("", _GLM)
+        words = words if is_glm and isinstance(types, list | tuple) else ("F", "S")
     if types is None:
-        freq = 1 if config.get("index_topk_freq") is None else _positive(config, "index_topk_freq", source)
-        offset_given = config.get("index_skip_topk_offset") is not None
-        offset = _positive(config, "index_skip_topk_offset", source) if offset_given else 2
+        freq = positive_integer(config, "index_topk_freq", source, default=1)
+        offset = positive_integer(config, "index_skip_topk_offset", source, default=2)
         return tuple(layer for layer in range(num_layers) if max(layer - offset + 1, 0) % freq == 0)
-    words = {"F": "full", "S": "shared"}
     if not isinstance(types, str | list | tuple):
-        raise ValueError(f"{field} must be a list or a string of F and S, got {types!r} ({source})")
-    named = [words.get(entry, entry) for entry in types]
-    unknown = sorted({repr(entry) for entry in named if entry not in words.values()})
+        raise ValueError(f"{field} must be a list or a string of F and S, got {shown(types)} ({source})")
+    unknown = sorted({shown(entry) for entry in types if entry not in words})
     if unknown:
-        raise ValueError(f"{field} must hold 'full' and 'shared' alone, got {', '.join(unknown)} ({source})")
-    if len(named) < num_layers:
-        raise ValueError(f"{field} must name all {num_layers} layers, got {len(named)} ({source})")
-    if named[0] != "full":
-        raise ValueError(f"{field} must begin with a full indexer, got {named[0]!r} ({source})")
-    return tuple(layer for layer in range(num_layers) if named[layer] == "full")
+        raise ValueError(
+            f"{field} must hold {words[0]!r} and {words[1]!r} alone, got {', '.join(unknown[:3])} ({source})"
+        )
+    if types and types[0] != words[0]:
+        raise ValueError(f"{field} must begin with a full indexer, got {types[0]!r} ({source})")
+    return tuple(layer for layer in range(num_layers) if layer >= len(types) or types[layer] == words[0])
 
 
 def _config_name(config: Mapping[str, object], path: Path) -> str:
     model_type = config.get("model_type")
     return model_type if isinstance(model_type, str) else path.parent.name or str(path)
-
-
-def _positive(config: Mapping[str, object], field: str, source: str) -> int:
-    value = config.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{field} must be a positive integer, got {value!r} ({source})")
-    return value
-
-
-def _natural(config: Mapping[str, object], field: str, source: str) -> int:
-    value = config.get(field)
-    if value is None:
-        return 0
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{field} must be an integer of 0 or more, got {value!r} ({source})")
-    return value

@@ -24,9 +24,9 @@ def split_layers(num_layers: int, pp_size: int, partition: str | None = None) ->
     """
     if partition is None or pp_size == 1:
         each, more = divmod(num_layers, pp_size)
-        counts = [each + (stage >= pp_size - more) for stage in range(pp_size)]
         if not each:
             raise ValueError(f"pp_size must be at most the model's {num_layers} layers, got {pp_size}")
+        counts = [each + (stage >= pp_size - more) for stage in range(pp_size)]
     else:
         try:
             counts = [int(count) for count in partition.split(",")]

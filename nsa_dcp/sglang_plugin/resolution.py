@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.admission.validation import (
     HOPPER,
@@ -88,11 +89,19 @@ def check_resolved_settings(server_args: Any, previous: Callable[[Any], None]) -
     if not is_served_here(settings, model, capability):
         return
     check_command(settings, model, capability)
+    _check_served_dims(server_args)
     if server_args.kv_cache_dtype == "auto":
         logger.warning(
             "nsa-dcp: --kv-cache-dtype auto became %s (1,152 bytes a token and layer); fp8_e4m3 takes 656.",
             settings.kv_cache_dtype,
         )
+
+
+def _check_served_dims(server_args: Any) -> None:
+    """Read what the start-up line will read: a field that cannot be read is said before the weights are loaded."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    dims_from_config(model_config_of(server_args).hf_config.to_dict(), name="served", source=server_args.model_path)
 
 
 def check_command(settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None) -> None:

@@ -289,7 +289,7 @@ def test_model_facts_come_from_a_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     assert not read_model_facts(tmp_path).is_dsa
     (tmp_path / "config.json").write_text(json.dumps({**config, "kv_lora_rank": "512"}))
-    with pytest.raises(ValueError, match="kv_lora_rank must be an integer, got '512'"):
+    with pytest.raises(ValueError, match="kv_lora_rank must be a positive integer, got '512'"):
         read_model_facts(tmp_path)
 
 

@@ -8,12 +8,12 @@ flag from one that it does not know.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from nsa_dcp.planning.config_fields import first_architecture, language_fields, positive_integer, read_json_object
 from nsa_dcp.planning.dimensions import indexer_layers, preset_dims
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.admission.validation import ModelFacts, ServerSettings
@@ -174,27 +174,20 @@ def read_model_facts(model_path: str | Path) -> ModelFacts:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"model must be a directory with a config.json, or that file, got {str(model_path)!r}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"config must be JSON, got {str(path)!r}: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"config must be a JSON object, got {type(config).__name__} in {str(path)!r}")
-    architectures = config.get("architectures") or [""]
-    text = config if "index_topk" in config else config.get("text_config") or {}
+    config = read_json_object(path)
+    architecture = first_architecture(config, str(path))
+    text = language_fields(config, "index_topk", str(path))
     if not text.get("index_topk"):
-        return ModelFacts(is_dsa=False, architecture=architectures[0])
-    numbers = {}
-    for field in ("num_attention_heads", "num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_topk"):
-        value = text.get(field)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{field} must be an integer, got {value!r} ({path})")
-        numbers[field] = value
+        return ModelFacts(is_dsa=False, architecture=architecture)
+    numbers = {
+        field: positive_integer(text, field, str(path))
+        for field in ("num_attention_heads", "num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_topk")
+    }
     return ModelFacts(
         is_dsa=True,
-        architecture=architectures[0],
-        index_kpool=text.get("index_kpool") or 1,
-        indexer_layers=indexer_layers(text, source=str(path)),
+        architecture=architecture,
+        index_kpool=positive_integer(text, "index_kpool", str(path), default=1),
+        indexer_layers=indexer_layers(text, source=str(path), architecture=architecture),
         projection_format=projection_format(read_quantization(config, path.parent), numbers["num_hidden_layers"]),
         **numbers,
     )
