@@ -224,6 +224,13 @@ SYMBOLS = (
         "sglang.srt.layers.cp.cp_decode_attn_tp:CP_DECODE_ATTN_TP_SUPPORTED_ARCHS",
         "whose attention weights are sliced; others are refused",
     ),
+    Symbol(
+        "sglang.srt.layers.cp.cp_decode_attn_tp:CpDecodeAttnTpContext._get_linear_attrs",
+        "it slices weight and weight_scale_inv of a layer, so both must be stored row by row",
+        ("self", "linear_instance"),
+    ),
+    Symbol("sglang.srt.layers.quantization.fp8:Fp8LinearMethod", "they are, in blocks of 128 and not for Marlin"),
+    Symbol("sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod", "they are"),
     Symbol("sglang.srt.layers.cp.base:get_cp_strategy", "how a prompt's tokens are dealt out", ()),
     Symbol("sglang.srt.layers.cp.base:is_zigzag", "whether by blocks", ()),
     Symbol("sglang.srt.layers.cp.utils:is_cp_active", "whether this forward is spread", ("forward_batch",)),

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from nsa_dcp.planning.dimensions import dims_from_config
@@ -23,6 +24,7 @@ from nsa_dcp.sglang_plugin.admission.validation import (
     find_problems,
     is_served_here,
 )
+from nsa_dcp.sglang_plugin.admission.weight_rules import projection_format, read_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +172,9 @@ def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
         num_hidden_layers=hf_config.num_hidden_layers,
         indexer_layers=tuple(
             layer for layer in range(hf_config.num_hidden_layers) if not dsa_layer_skips_topk(hf_config, layer)
+        ),
+        projection_format=projection_format(
+            read_quantization(hf_config.to_dict(), Path(model_path)), hf_config.num_hidden_layers
         ),
     )
 

@@ -17,6 +17,7 @@ from nsa_dcp.planning.config_fields import first_architecture, language_fields, 
 from nsa_dcp.planning.dimensions import indexer_layers, preset_dims
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.admission.validation import ModelFacts, ServerSettings
+from nsa_dcp.sglang_plugin.admission.weight_rules import projection_format, read_quantization
 
 _LAUNCHERS = (("-m", "sglang.launch_server"), ("sglang", "serve"))
 _PRESET_ARCHITECTURES = {"glm-5.2": "GlmMoeDsaForCausalLM", "deepseek-v3.2": "DeepseekV32ForCausalLM"}
@@ -45,6 +46,7 @@ _VALUE_FLAGS = {
     "cuda_graph_backend_decode": (("--cuda-graph-backend-decode",), str),
     "grammar_backend": (("--grammar-backend",), str),
     "dtype": (("--dtype",), str),
+    "quantization": (("--quantization",), str),
     "cpu_offload_gb": (("--cpu-offload-gb",), int),
     "rl_on_policy_target": (("--rl-on-policy-target",), str),
     "radix_cache_backend": (("--radix-cache-backend",), str),
@@ -188,6 +190,7 @@ def read_model_facts(model_path: str | Path) -> ModelFacts:
         architecture=architecture,
         index_kpool=positive_integer(text, "index_kpool", str(path), default=1),
         indexer_layers=indexer_layers(text, source=str(path), architecture=architecture),
+        projection_format=projection_format(read_quantization(config, path.parent), numbers["num_hidden_layers"]),
         **numbers,
     )
 

@@ -58,6 +58,7 @@ class ServerSettings:
     rl_on_policy_target: str | None = None
     grammar_backend: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     cpu_offload_gb: int = 0
     enable_lora: bool = False
     lora_paths: object = None
@@ -102,8 +103,8 @@ class ServerSettings:
 class ModelFacts:
     """The part of a checkpoint's config that decides whether nsa-dcp can serve it.
 
-    `is_dsa`: the model has DeepSeek Sparse Attention. `indexer_layers`: the layers that select, ascending. The other
-    fields carry the config's names.
+    `is_dsa`: the model has DeepSeek Sparse Attention. `indexer_layers`: the layers that select, ascending.
+    `projection_format`: as `weight_rules.projection_format` returns it. The other fields carry the config's names.
     """
 
     is_dsa: bool
@@ -115,6 +116,7 @@ class ModelFacts:
     index_kpool: int = 1
     num_hidden_layers: int = 0
     indexer_layers: tuple[int, ...] = ()
+    projection_format: str | None = None
 
 
 @dataclass(frozen=True)

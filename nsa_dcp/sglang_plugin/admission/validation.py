@@ -12,6 +12,7 @@ from nsa_dcp.sglang_plugin.admission.feature_rules import find_feature_problems
 from nsa_dcp.sglang_plugin.admission.pipeline_rules import find_pipeline_problems
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
 from nsa_dcp.sglang_plugin.admission.stock_rules import find_size_problems
+from nsa_dcp.sglang_plugin.admission.weight_rules import find_weight_problems
 
 DSA_ATTENTION_BACKENDS = ("dsa", "nsa")
 SPARSE_BACKEND = "flashmla_kv"
@@ -66,6 +67,7 @@ def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple
         *find_feature_problems(settings),
         *([] if sizes else find_pipeline_problems(settings, model)),
         *_slice_problems(settings, model),
+        *find_weight_problems(settings, model),
     ]
 
 
