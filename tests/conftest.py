@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 import signal
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,15 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SGLANG_VERSION = "0.5.23"
+
+# Every suite's drawn tests, so that none can forget it: how long an example takes says nothing about the code.
+if importlib.util.find_spec("hypothesis"):
+    import hypothesis
+
+    hypothesis.settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -75,3 +85,10 @@ def _has_sglang() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return importlib.util.find_spec("sglang") is not None and version == SGLANG_VERSION
+
+
+@pytest.fixture
+def unused_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -8,26 +8,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
+from nsa_dcp.sglang_plugin.lifetime_symbols import LIFETIME_SYMBOLS, Symbol
+
 SGLANG_VERSION = "0.5.23"
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """One name in sglang that nsa-dcp uses.
-
-    Args:
-        path: `module:name` or `module:Class.name`.
-        why: what nsa-dcp does with it.
-        parameters: the parameters it must have, in order, of a dataclass its fields; None when it is not called,
-            overridden or copied with changes by us.
-    """
-
-    path: str
-    why: str
-    parameters: tuple[str, ...] | None = None
 
 
 _ATTENTION = "sglang.srt.layers.attention"
@@ -275,6 +260,13 @@ SYMBOLS = (
         "sglang.srt.layers.cp.cp_decode_attn_tp:CP_DECODE_ATTN_TP_SUPPORTED_ARCHS",
         "whose attention weights are sliced; others are refused",
     ),
+    Symbol(
+        "sglang.srt.layers.cp.cp_decode_attn_tp:CpDecodeAttnTpContext._get_linear_attrs",
+        "it slices weight and weight_scale_inv of a layer, so both must be stored row by row",
+        ("self", "linear_instance"),
+    ),
+    Symbol("sglang.srt.layers.quantization.fp8:Fp8LinearMethod", "they are, in blocks of 128 and not for Marlin"),
+    Symbol("sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod", "they are"),
     Symbol("sglang.srt.layers.cp.base:get_cp_strategy", "how a prompt's tokens are dealt out", ()),
     Symbol("sglang.srt.layers.cp.base:is_zigzag", "whether by blocks", ()),
     Symbol("sglang.srt.layers.cp.utils:is_cp_active", "whether this forward is spread", ("forward_batch",)),
@@ -343,6 +335,7 @@ SYMBOLS = (
     ),
     Symbol("sglang.srt.runtime_context:get_schedule", "the largest prefill chunk, for the start-up line", ()),
     Symbol("sglang.srt.runtime_context:get_spec", "the rows of a verify step, for the same", ()),
+    *LIFETIME_SYMBOLS,
 )
 
 
@@ -379,6 +372,20 @@ def check_symbols() -> None:
             f"this sglang says {SGLANG_VERSION} but is not the released one, so nsa-dcp cannot serve with it "
             f"(pip install --force-reinstall sglang=={SGLANG_VERSION}): {'; '.join(differences)}"
         )
+
+
+def require(condition: bool, needed: str, found: object) -> None:
+    """Raise unless a condition holds, in one sentence; raised in the factory it stops the server.
+
+    Args:
+        condition: what was checked.
+        needed, found: what nsa-dcp needs, and what is there.
+
+    Raises:
+        RuntimeError: the condition does not hold.
+    """
+    if not condition:
+        raise RuntimeError(f"nsa-dcp needs {needed}, found {found}; serve without --dcp-size, or report this")
 
 
 def _difference(symbol: Symbol) -> str | None:

@@ -10,18 +10,21 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from nsa_dcp.pipeline import PARTITION_VARIABLE
-from nsa_dcp.sglang_plugin.validation import (
+from nsa_dcp.planning.dimensions import dims_from_config
+from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.sglang_plugin.admission.validation import (
     HOPPER,
     SPARSE_BACKEND,
     ModelFacts,
     ServerSettings,
-    concerns_us,
     describe_problems,
     find_problems,
+    is_served_here,
 )
+from nsa_dcp.sglang_plugin.admission.weight_rules import projection_format, read_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) 
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     settings, model, capability = read_command(server_args)
-    ours = concerns_us(settings, model, capability)
+    ours = is_served_here(settings, model, capability)
     if ours:
         check_command(settings, model, capability)
         unset = {
@@ -83,14 +86,22 @@ def check_resolved_settings(server_args: Any, previous: Callable[[Any], None]) -
     """
     previous(server_args)
     settings, model, capability = read_command(server_args)
-    if not concerns_us(settings, model, capability):
+    if not is_served_here(settings, model, capability):
         return
     check_command(settings, model, capability)
+    _check_served_dims(server_args)
     if server_args.kv_cache_dtype == "auto":
         logger.warning(
             "nsa-dcp: --kv-cache-dtype auto became %s (1,152 bytes a token and layer); fp8_e4m3 takes 656.",
             settings.kv_cache_dtype,
         )
+
+
+def _check_served_dims(server_args: Any) -> None:
+    """Read what the start-up line will read: a field that cannot be read is said before the weights are loaded."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    dims_from_config(model_config_of(server_args).hf_config.to_dict(), name="served", source=server_args.model_path)
 
 
 def check_command(settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None) -> None:
@@ -161,6 +172,9 @@ def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
         num_hidden_layers=hf_config.num_hidden_layers,
         indexer_layers=tuple(
             layer for layer in range(hf_config.num_hidden_layers) if not dsa_layer_skips_topk(hf_config, layer)
+        ),
+        projection_format=projection_format(
+            read_quantization(hf_config.to_dict(), Path(model_path)), hf_config.num_hidden_layers
         ),
     )
 

@@ -1,15 +1,10 @@
-"""The scripts' own modules, and a small real OpenAI-compatible streaming server on the loopback interface."""
+"""A small real OpenAI-compatible streaming server on the loopback interface."""
 
 import http.server
 import json
-import sys
 import threading
-from pathlib import Path
 
 import pytest
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
 
 
 class StreamingServer(http.server.ThreadingHTTPServer):
@@ -86,7 +81,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         if fault == "hang":
             self.wfile.flush()
-            self.server.release.wait(20)
+            self.server.release.wait(900)
             return
         prompt = sum(len(message["content"].split()) for message in body["messages"])
         messages = [message["content"] for message in body["messages"]]

@@ -1,22 +1,20 @@
 """bench_server against a fake server: pools of equal bytes, steps from a log, one failure is one gap."""
 
+import itertools
 import json
 import socket
 import sys
-import time
+from types import SimpleNamespace
 
-import bench_server
-import mid_size_model
-import one_gpu_serve
 import pytest
-import random_weights
-import server_bench_cases as cases
-import server_bench_probe as probe
-import server_bench_report
 import torch
 
-from nsa_dcp.capacity import bytes_per_token
-from nsa_dcp.model_dims import dims_from_config, preset_dims
+from nsa_dcp.planning.capacity import bytes_per_token
+from nsa_dcp.planning.dimensions import dims_from_config, preset_dims
+from scripts.benchmarks.servers import bench as bench_server
+from scripts.benchmarks.servers import cases, mid_size_model, probe, random_weights
+from scripts.benchmarks.servers import report as server_bench_report
+from scripts.served_checks import ask_servers
 
 # Logs like sglang 0.5.23 while a batch decodes; admits at most LIMIT requests, dies when asked for KILL_AT of them.
 FAKE_SERVER = """
@@ -198,7 +196,7 @@ def test_a_stock_server_has_random_weights_too(tmp_path):
 @pytest.mark.parametrize("config", ["dcp2", "tp2", "tp2-dcp", "tp2-dcp2x"])
 def test_a_config_without_sizes_is_refused(config):
     with pytest.raises(ValueError, match="config must begin with tpN-dcpM"):
-        one_gpu_serve.parse_sizes(config)
+        ask_servers.parse_sizes(config)
 
 
 def test_cases_over_the_pool_are_skipped_with_the_reason_and_the_largest_batch_is_added():
@@ -230,7 +228,7 @@ def test_a_log_s_decode_lines_are_read_and_others_are_not():
     assert (line.running, line.graph, line.queued, line.step_us) == (8, False, 2, 20000.0)
 
 
-def test_a_short_prefill_says_nothing_about_a_long_one_and_a_hopeless_case_is_not_begun():
+def test_a_short_prefill_says_nothing_about_a_long_one_and_a_hopeless_case_is_not_begun(monkeypatch):
     class Instant:
         asked = 0
 
@@ -239,7 +237,8 @@ def test_a_short_prefill_says_nothing_about_a_long_one_and_a_hopeless_case_is_no
             return [{"cached_tokens": 0} for _ in ids]
 
     server = Instant()
-    asking = probe.ServerProbe(server, cases.Prompts(1000), 10**9, time.monotonic() + 30)
+    monkeypatch.setattr(probe, "time", SimpleNamespace(monotonic=itertools.count(step=0.01).__next__))
+    asking = probe.ServerProbe(server, cases.Prompts(1000), 10**9, 30)
     asking.time_prefill(64)
     assert asking.tokens_per_s == 0
     asking.time_prefill(8192)

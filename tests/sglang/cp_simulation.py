@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from served_parts import make_layer, make_pool
+
+from tests.sglang.served_parts import make_layer, make_pool, make_weight_updater
 
 LAYER, NUM_LAYERS, HEADS, TOPK, SM_SCALE = 1, 4, 8, 64, 0.1
 
@@ -64,6 +65,7 @@ class RelayedGroup:
             broadcast=broadcast,
             all_to_all_single=all_to_all_single,
             reduce_scatter_along_dim=reduce_scatter_along_dim,
+            all_gather_object=lambda mine: [mine] * self.world_size,
         )
 
 
@@ -123,7 +125,7 @@ def make_cp_runner(model_path, on_hopper, registered, monkeypatch):
         allocator = PagedTokenToKVPoolAllocator(
             rows * cp_size, page_size=64 * cp_size, dtype=dtype, device="cpu", kvcache=pool, need_sort=False
         )
-        return SimpleNamespace(
+        runner = SimpleNamespace(
             server_args=server_args,
             device="cpu",
             page_size=64,
@@ -137,7 +139,9 @@ def make_cp_runner(model_path, on_hopper, registered, monkeypatch):
             req_to_token_pool=SimpleNamespace(req_to_token=None, size=16),
             hisparse_coordinator=None,
             kv_cache_dtype=dtype,
+            weight_updater=make_weight_updater(lambda: runner.model),
         )
+        return runner
 
     build.quantised = quantised
     yield build
@@ -150,13 +154,13 @@ def make_cp_backend(make_cp_runner):
     """A function that builds the CP-DCP backend of one rank, in a published context of its own."""
     from sglang.srt.layers.cp.base import get_cp_strategy
 
-    from nsa_dcp.sglang_plugin import cp_zigzag
-    from nsa_dcp.sglang_plugin.cp_backend import CpDcpSparseAttnBackend
+    from nsa_dcp.sglang_plugin.attention import cp_zigzag
+    from nsa_dcp.sglang_plugin.attention.cp_backend import CpDcpSparseAttnBackend
 
     def build(group, strategy="interleave", kv_format="fp8", comm_backend="a2a", buffer_pages=64):
         runner = make_cp_runner(group, strategy, kv_format, comm_backend)
         if strategy == "zigzag":
-            cp_zigzag.open_doors(get_cp_strategy())
+            cp_zigzag.patch_zigzag_strategy(get_cp_strategy())
         return CpDcpSparseAttnBackend(runner, group, comm_backend, buffer_pages)
 
     build.quantised = make_cp_runner.quantised

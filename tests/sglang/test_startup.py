@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.sglang.served_parts import make_weight_updater
+
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("registered", "on_hopper")]
 
 DCP_SIZE, DCP_RANK, HEADS = 4, 1, 64
@@ -31,13 +33,16 @@ def runner(make_rank, model_path):
     torch.nn.Module.__init__(attention.indexer)
     attention.indexer.index_topk, attention.indexer.sm_count = 2048, 132
     attention.attn_mqa_for_dcp_decode = SimpleNamespace(tp_q_head_num=HEADS)
+    model = torch.nn.ModuleList([attention])
     return SimpleNamespace(
         server_args=server_args,
         model_config=model_config_of(server_args),
         is_draft_worker=False,
+        max_running_requests=16,
+        weight_updater=make_weight_updater(lambda: model),
         token_to_kv_pool=rank.pool,
         token_to_kv_pool_allocator=rank.allocator,
-        model=torch.nn.ModuleList([attention]),
+        model=model,
         prefill_attention_backend_str="nsa",
         decode_attention_backend_str="nsa",
     )
@@ -48,9 +53,24 @@ def build(registered, monkeypatch):
     """Build through the registered factory, with the stock factory and our class replaced by markers."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from nsa_dcp.sglang_plugin import backend
+    from nsa_dcp.sglang_plugin.attention import backend
+    from nsa_dcp.sglang_plugin.selection import exact_topk
 
-    monkeypatch.setattr(backend, "DcpDeepseekSparseAttnBackend", lambda model_runner: ("ours", model_runner))
+    class Ours(tuple):
+        """What the factory asks of a backend that it has made; equal to ("ours", its model runner)."""
+
+        device, dsa_index_topk = "cpu", 2048
+
+    def make_ours(model_runner):
+        from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
+
+        ours = Ours(("ours", model_runner))
+        ours.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
+        return ours
+
+    monkeypatch.setattr(backend, "DcpDeepseekSparseAttnBackend", make_ours)
+    # Tried once in test_exact_topk.py.
+    monkeypatch.setattr(exact_topk, "check_selection", lambda device, topk: None)
     for name in ("nsa", "dsa"):
         monkeypatch.setattr(ATTENTION_BACKENDS[name], "stock", lambda model_runner: ("stock", model_runner))
     return lambda model_runner, name="nsa": ATTENTION_BACKENDS[name](model_runner)
@@ -109,7 +129,29 @@ def test_the_log_says_what_is_served(build, runner, caplog):
         64,
         64,
     )
+    assert served["topk"] == "exact"
     assert served["tokens"] == DCP_SIZE * runner.token_to_kv_pool.size
+
+
+@pytest.mark.parametrize(("asked", "served"), [("stock", "sgl-kernel"), ("exact", "exact"), ("", "exact")])
+def test_selections_are_exact_but_where_the_environment_asks_for_sglangs(
+    build, runner, monkeypatch, caplog, asked, served
+):
+    from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
+
+    from nsa_dcp.sglang_plugin.selection.exact_topk import ExactTopK
+
+    monkeypatch.setenv("NSA_DCP_TOPK", asked)
+    with caplog.at_level("INFO", logger="nsa_dcp"):
+        backend = build(runner)
+    assert type(backend.dsa_topk_backend) is (DSATopKBackend if asked == "stock" else ExactTopK)
+    assert f'"topk": "{served}"' in caplog.text
+
+
+def test_another_choice_of_selections_stops_the_server(build, runner, monkeypatch):
+    monkeypatch.setenv("NSA_DCP_TOPK", "fast")
+    with pytest.raises(ValueError, match="NSA_DCP_TOPK must be exact or stock, got 'fast'"):
+        build(runner)
 
 
 def test_selection_is_split_over_the_attention_tp_group_in_prefill_and_in_decode(build, runner):
@@ -120,7 +162,7 @@ def test_selection_is_split_over_the_attention_tp_group_in_prefill_and_in_decode
     indexer = runner.model[0].indexer
     assert indexer._get_topk_ragged.group is get_parallel().attn_tp_group
     assert indexer._get_topk_paged.share.group is get_parallel().attn_tp_group
-    assert indexer._get_topk_paged.agree is _broadcast_indexer_topk_from_rank0_impl
+    assert indexer._get_topk_paged.broadcast_selection is _broadcast_indexer_topk_from_rank0_impl
 
 
 def test_a_layer_that_shares_a_selection_needs_no_indexer(build, runner):
@@ -219,15 +261,15 @@ def break_layer(runner, monkeypatch):
 
 
 def break_prefill_split(runner, monkeypatch):
-    from nsa_dcp.sglang_plugin import selection_agreement
+    from nsa_dcp.sglang_plugin.selection import selection_agreement
 
     monkeypatch.setattr(selection_agreement, "split_rows", lambda model, group: None)
 
 
 def break_decode_split(runner, monkeypatch):
-    from nsa_dcp.sglang_plugin import selection_agreement
+    from nsa_dcp.sglang_plugin.selection import selection_agreement
 
-    monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, agree: None)
+    monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, broadcast_selection: None)
 
 
 def break_indexer_class(runner, monkeypatch):
@@ -284,7 +326,7 @@ def test_the_real_backend_is_built_for_the_gathered_heads(registered, runner, na
     from sglang.kernels.ops.attention.dsa.metadata import fused_dsa_decode_metadata
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from nsa_dcp.sglang_plugin.decode_page_table import PagewiseDecodeMetadata
+    from nsa_dcp.sglang_plugin.attention.decode_page_table import PagewiseDecodeMetadata
 
     runner.device, runner.page_size, runner.kv_cache_dtype = "cpu", 64, torch.bfloat16
     runner.hisparse_coordinator = None

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa_dcp.sglang_plugin import doctor, machine_checks
-from nsa_dcp.sglang_plugin.machine_checks import Check, check_gpus, parse_topology
-from nsa_dcp.sglang_plugin.server_command import read_model_facts, read_without_sglang, strip_launcher
+from nsa_dcp.sglang_plugin.admission.server_command import read_model_facts, read_without_sglang, strip_launcher
+from nsa_dcp.sglang_plugin.doctor import doctor, machine_checks
+from nsa_dcp.sglang_plugin.doctor.machine_checks import Check, check_gpus, parse_topology
 
 ROOT = Path(__file__).parents[2]
 COMMAND_LINE = (
@@ -212,7 +212,7 @@ def test_pairs_without_nvlink_are_named():
 
 def test_an_nvidia_smi_that_hangs_is_a_finding():
     def hang(command, timeout_s):
-        return machine_checks.run_bounded(["sleep", "600"], timeout_s=0.1)
+        return machine_checks.run_bounded(["sleep", "600"], timeout_s=0.1)  # runs out on purpose
 
     (check,) = check_gpus(hang)
     assert (check.status, check.found) == ("failed", "nvidia-smi did not answer within 60 s")
@@ -289,12 +289,12 @@ def test_model_facts_come_from_a_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     assert not read_model_facts(tmp_path).is_dsa
     (tmp_path / "config.json").write_text(json.dumps({**config, "kv_lora_rank": "512"}))
-    with pytest.raises(ValueError, match="kv_lora_rank must be an integer, got '512'"):
+    with pytest.raises(ValueError, match="kv_lora_rank must be a positive integer, got '512'"):
         read_model_facts(tmp_path)
 
 
 def test_doctor_imports_neither_torch_nor_sglang():
-    code = "import sys, nsa_dcp.sglang_plugin.doctor; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
+    code = "import sys, nsa_dcp.sglang_plugin.doctor.doctor; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "[]\n"
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_dcp.capacity import bytes_per_token, temporary_buffers
-from nsa_dcp.model_dims import preset_dims
-from nsa_dcp.sglang_plugin.startup_line import PREFIX, pool_facts, startup_line
+from nsa_dcp.planning.capacity import bytes_per_token, temporary_buffers
+from nsa_dcp.planning.dimensions import preset_dims
+from nsa_dcp.sglang_plugin.startup.startup_line import PREFIX, pool_facts, startup_line
 
 GLM = preset_dims("glm-5.2")
 
@@ -50,6 +50,7 @@ def test_the_line_states_mode_group_kernel_bytes_and_budgets():
     assert (facts["mode"], facts["dcp_size"], facts["dcp_group"]) == ("TP-DCP", 8, list(range(8)))
     assert facts["topk"] == "exact"
     assert (facts["heads"], facts["head_bucket"], facts["dcp_comm_backend"]) == (64, 64, "a2a")
+    assert facts["prefix_unit_tokens"] == 64 * 8
     assert (facts["latent_bytes_per_token"], facts["index_key_bytes_per_token"]) == (6396, 2772)
     assert facts["buffer_budget_bytes"]["page_gather"] == 131072 * 656
     # 1,024 query tokens over the gathered rows.

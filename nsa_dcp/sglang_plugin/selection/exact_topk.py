@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nsa_dcp.sglang_plugin.requirements import require
+from nsa_dcp.sglang_plugin.compat import require
 from nsa_dcp_kernels import select_slots
 
 # The switch. All ranks of a server must agree on it.
@@ -184,7 +184,7 @@ def check_selection(device: torch.device, topk: int) -> None:
     Raises:
         RuntimeError: a selection is not the expected one.
     """
-    for num_rows, width in ((1, 1 << 20), (64, 1 << 16), (600, 1 << 14)):
+    for num_rows, width in ((1, 1 << 20), (64, 1 << 16), (264, 1 << 14)):
         # Scores that tie: the best is at every eighth column, so that the first of those are selected.
         column = torch.arange(width, device=device)
         scores = torch.where(column % 8 == 3, 1.0, -column.float() / width).repeat(num_rows, 1)
