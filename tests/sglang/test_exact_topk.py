@@ -27,7 +27,11 @@ TOPK = row_split_decode.TOPK
 def exactly(metadata):
     from nsa_dcp.sglang_plugin.selection.exact_topk import ExactTopK
 
-    return dataclasses.replace(metadata, topk_backend=ExactTopK(metadata.topk_backend))
+    attention = metadata.attn_metadata
+    if attention.page_table_1 is not None:
+        # sglang's has the request table's dtype.
+        attention = dataclasses.replace(attention, page_table_1=attention.page_table_1.to(torch.int32))
+    return dataclasses.replace(metadata, attn_metadata=attention, topk_backend=ExactTopK(metadata.topk_backend))
 
 
 def as_sets(selection):
@@ -93,7 +97,8 @@ def test_decode_verify_and_draft_extend_are_selected_as_by_a_kernel_that_misses_
     assert (selection[64:] == -1).all()
 
 
-def test_a_step_that_is_not_captured_is_selected_alike(indexer, make_backend):
+def test_a_step_that_is_not_captured_is_selected_alike(indexer, make_backend, publish_rank):
+    publish_rank(1, 0)
     backend = make_backend("v2")
     q, weights, requests, lengths = row_split_decode.draw(5, seed=3)
     metadata = decode.prepare_step(backend, requests, lengths, captured=False)
@@ -167,7 +172,7 @@ def test_a_top_k_that_a_user_names_stays(monkeypatch, backend, choice):
     from nsa_dcp.sglang_plugin.selection import exact_topk
 
     checked = []
-    monkeypatch.setenv(exact_topk.VARIABLE, choice)
+    monkeypatch.setenv("NSA_DCP_TOPK", choice)
     monkeypatch.setattr(exact_topk, "check_selection", lambda device, topk: checked.append((device.type, topk)))
     ours = SimpleNamespace(device="cpu", dsa_index_topk=2048, dsa_topk_backend=DSATopKBackend(backend))
     replaced = choice == "exact" and backend == "sgl-kernel"

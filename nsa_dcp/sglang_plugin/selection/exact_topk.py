@@ -18,8 +18,7 @@ import torch
 from nsa_dcp.sglang_plugin.compat import require
 from nsa_dcp_kernels import select_slots
 
-# The switch. All ranks of a server must agree on it.
-VARIABLE = "NSA_DCP_TOPK"
+# Values of the switch, NSA_DCP_TOPK, on which all ranks of a server must agree (`startup.agreement`).
 EXACT, STOCK = "exact", "stock"
 
 
@@ -29,9 +28,9 @@ def read_choice(environ: Mapping[str, str] = os.environ) -> str:
     Raises:
         ValueError: it says something else.
     """
-    choice = environ.get(VARIABLE, "").strip().lower() or EXACT
+    choice = environ.get("NSA_DCP_TOPK") or EXACT
     if choice not in (EXACT, STOCK):
-        raise ValueError(f"{VARIABLE} must be {EXACT} or {STOCK}, got {environ[VARIABLE]!r}")
+        raise ValueError(f"NSA_DCP_TOPK must be {EXACT} or {STOCK}, got {choice!r}")
     return choice
 
 
