@@ -95,8 +95,7 @@ SYMBOLS = (
         ("seq_lens", "static_threshold", "out"),
     ),
     Symbol(
-        f"{_ATTENTION}.dsa.dsa_topk_backend:DSATopKBackend",
-        "what the backend selects by: ours stands for its default, with its methods",
+        f"{_ATTENTION}.dsa.dsa_topk_backend:DSATopKBackend", "what the backend selects by: ours stands for its default"
     ),
     Symbol(
         f"{_ATTENTION}.dsa.dsa_topk_backend:DSATopKBackend.topk_func",
@@ -120,10 +119,7 @@ SYMBOLS = (
             "force_unfused_topk",
         ),
     ),
-    Symbol(
-        f"{_ATTENTION}.dsa.dsa_topk_backend:TopkTransformMethod",
-        "selections are PAGED",
-    ),
+    Symbol(f"{_ATTENTION}.dsa.dsa_topk_backend:TopkTransformMethod", "selections are PAGED"),
     Symbol(
         f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend.get_indexer_metadata",
         "it hands its dsa_topk_backend to the indexers: ours",

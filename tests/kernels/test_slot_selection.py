@@ -36,7 +36,7 @@ def draw_scores(kind: str, num_rows: int, width: int, period: int = 4096) -> tor
         return column.float()
     if kind == "periodic":
         # The best lie in few groups, so that the groups' maxima bound the rest poorly.
-        return scores - 100 * (column % period >= max(1, period // 16))
+        return scores - 100 * (column % period >= max(1, period // 8))
     if kind == "last-bit":
         return (torch.randint(0, 1 << 9, scores.shape, dtype=torch.int32) + 0x3F800000).view(torch.float32)
     return scores
@@ -101,17 +101,24 @@ def test_a_million_keys_are_selected_from_exactly(device):
 @pytest.fixture
 def small(monkeypatch):
     """Sizes at which every path is reached by few entries."""
-    for name, size in {"_GROUPS": 64, "_HELD": 128, "_LEAST_RANGE": 64, "_RUN": 8, "_MOST_ROWS": 5}.items():
+    for name, size in {
+        "_GROUPS": 32,
+        "_HELD": 64,
+        "_LEAST_RANGE": 32,
+        "_RUN": 8,
+        "_MOST_ROWS": 5,
+        "_MOST_SPLITS": 16,
+    }.items():
         monkeypatch.setattr(kernels, name, size)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1 << 30),
     kind=st.sampled_from(KINDS),
     num_rows=st.integers(1, 7),
-    width=st.integers(1, 900),
-    topk=st.integers(1, 64),
+    width=st.integers(1, 600),
+    topk=st.integers(1, 32),
     programs=st.sampled_from([1, 16, 512]),
     ragged=st.booleans(),
     paged=st.booleans(),
@@ -133,8 +140,26 @@ def test_kernels_select_as_the_reference_whatever_overflows(
         )
     )  # fmt: skip
     if kind == "periodic":
-        call[0] = torch.where(torch.isfinite(call[0]), draw_scores(kind, num_rows, width, 64), call[0])
+        call[0] = torch.where(torch.isfinite(call[0]), draw_scores(kind, num_rows, width, 32), call[0])
     assert_as_reference(call, "cpu")
+
+
+@pytest.mark.parametrize("programs", [1, 512])
+@pytest.mark.parametrize("kind", ["periodic", "constant", "ties", "last-bit", "rising"])
+def test_where_more_reach_the_bound_than_are_held_each_row_is_written_alone(small, monkeypatch, kind, programs):
+    if torch.cuda.is_available():
+        pytest.skip("compiles anew for each size")
+    kernels._PROGRAMS = programs
+    searched = []
+    whole = kernels._select_from_row.fn
+    monkeypatch.setattr(kernels, "_select_from_row", lambda *args: (searched.append(1), whole(*args)))
+    for width in (900, 333):
+        scores, lengths = draw_scores(kind, 1, width, 32), torch.tensor([width - 3])
+        around = torch.full((3, 29), -7, dtype=torch.int32)
+        kernels._launch(scores, lengths, 29, None, None, None, 64, around[1:2])
+        wanted = reference.select_slots(scores, lengths, 29, None, None, None, 64)
+        assert_bitwise_equal(around, torch.cat([torch.full_like(wanted, -7), wanted, torch.full_like(wanted, -7)]))
+    assert bool(searched) == (kind != "rising")
 
 
 @pytest.fixture(autouse=True)
