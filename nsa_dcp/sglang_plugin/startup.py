@@ -12,12 +12,22 @@ from typing import Any
 
 from nsa_dcp.capacity import temporary_buffers
 from nsa_dcp.model_dims import dims_from_config
+from nsa_dcp.planning.limits import Sizes
 from nsa_dcp.sglang_plugin import resolution
+from nsa_dcp.sglang_plugin.admission.pool_limits import find_pool_problems, find_step_problems
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version
 from nsa_dcp.sglang_plugin.requirements import require
+from nsa_dcp.sglang_plugin.selection.index_key_gather import gather_index_keys_past_2_gib
 from nsa_dcp.sglang_plugin.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup_line import startup_line
-from nsa_dcp.sglang_plugin.validation import PAGE_SIZE, SPARSE_BACKEND, concerns_us, head_bucket
+from nsa_dcp.sglang_plugin.validation import (
+    PAGE_SIZE,
+    SPARSE_BACKEND,
+    ServerSettings,
+    concerns_us,
+    describe_problems,
+    head_bucket,
+)
 from nsa_dcp.sglang_plugin.weight_updates import refuse_weight_updates
 
 logger = logging.getLogger(__name__)
@@ -39,7 +49,7 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     """
     from sglang.srt.runtime_context import get_exec, get_parallel
 
-    if model_runner.is_draft_worker or get_parallel().attn_dcp_size == 1:
+    if get_parallel().attn_dcp_size == 1:
         return _stock_backend(model_runner, stock)
     kernel = get_exec().kernel
     settings, model, capability = resolution.read_command(model_runner.server_args)
@@ -48,6 +58,10 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
             raise RuntimeError(
                 "nsa-dcp could not read this server's arguments: DCP runs on flashmla_kv here, and they say it does not"
             )
+        return _stock_backend(model_runner, stock)
+    if model_runner.is_draft_worker:
+        # Its index keys have the target's slots.
+        gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
         return _stock_backend(model_runner, stock)
     resolution.check_command(settings, model, capability)
     require(
@@ -61,6 +75,8 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     parallel = get_parallel()
     _check_topology(parallel)
     _check_pool(model_runner, parallel.attn_dcp_size)
+    _check_reach(model_runner, settings)
+    gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
     _check_model(model_runner, parallel.attn_dcp_size)
     refuse_weight_updates(model_runner.model, settings)
     if parallel.attn_cp_size > 1:
@@ -173,6 +189,28 @@ def _check_pool(model_runner: Any, dcp_size: int) -> None:
                 f"index keys for {slots} slots in layer {layer}",
                 pages.shape[0] * PAGE_SIZE,
             )
+
+
+def _check_reach(model_runner: Any, settings: ServerSettings) -> None:
+    """Refuse a pool or a step that a kernel would not reach with 32 bits."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.environ import envs
+
+    pool, table = model_runner.token_to_kv_pool, model_runner.req_to_token_pool.req_to_token
+    graphs = resolving_view(model_runner.server_args).cuda_graph_config.decode
+    sizes = Sizes(
+        context=table.shape[1],
+        requests=model_runner.max_running_requests,
+        rows_per_request=settings.speculative_num_draft_tokens or 1,
+        draft=settings.speculative_algorithm is not None,
+        unfused_topk=not envs.SGLANG_DSA_FUSE_TOPK.get(),
+    )
+    problems = [
+        *find_pool_problems(pool.size * settings.dcp_size, settings.dcp_size),
+        *find_step_problems(sizes, graphs.max_bs if graphs.backend != "disabled" else None),
+    ]
+    if problems:
+        raise ValueError(describe_problems(problems, settings.dcp_size))
 
 
 def _check_model(model_runner: Any, dcp_size: int) -> None:
