@@ -1,6 +1,6 @@
 """Prefill's index keys: every token's key and scale of a batch's contexts, bytes untouched, one context after another.
 
-    out[starts[b] + t] = cache[page_table[b, t // 64]][t % 64],    starts[b] = seq_lens[0] + ... + seq_lens[b - 1]
+out[starts[b] + t] = cache[page_table[b, t // 64]][t % 64],    starts[b] = seq_lens[0] + ... + seq_lens[b - 1]
 """
 
 import torch
@@ -17,7 +17,7 @@ def gather_index_pages(
 
     Args:
         cache: [pages, 64 * 132] uint8, of any size.
-        page_table: [B, P] int32 or int64. Pages of each context, in order; entries past its last page may hold anything.
+        page_table: [B, P] int32 or int64. Pages of each context, in order; those past its last may be anything.
         seq_lens: [B] int32 or int64. Tokens of each context, at most 64 P.
         num_keys: their sum.
         longest: the largest of them, or more.

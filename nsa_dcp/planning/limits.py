@@ -3,13 +3,13 @@
 DCP feeds sglang's kernels more than stock sglang does: the heads of a whole group, dcp_size times the tokens of a pool.
 A product of such sizes that a kernel keeps in an int wraps, and what is then read or written lies 4 GiB away, in memory
 that is mapped as a rule: tokens are wrong and nobody is told. `LIMITS` has a row for every such product of sglang
-0.5.23 and of the libraries that it calls, as its source computes it. Refusals, plans and documents take their
-numbers from here.
+0.5.23 and of the libraries that it calls, as its source computes it. Refusals, plans and documents take their numbers
+from here.
 
-Not in the table, because their offsets have 64 bits: sglang's cache writes (`set_mla_kv_buffer.cuh`, the Triton writer's
-rows), its quantiser and index-key writes, the request table and the page tables of decode (int64 requests), top-k
-(`topk_v2.cuh`, int64 strides), DeepGEMM's scores and TMA pages, FlashMLA's cache rows and bf16 output (TMA), cuBLAS's batched
-products, and every kernel of `nsa_dcp_kernels`.
+Not in the table, because their offsets have 64 bits: sglang's cache writes (`set_mla_kv_buffer.cuh`, the Triton
+writer's rows), its quantiser and index-key writes, the request table and the page tables of decode (int64 requests),
+top-k (`topk_v2.cuh`, int64 strides), DeepGEMM's scores and TMA pages, FlashMLA's cache rows and bf16 output (TMA),
+cuBLAS's batched products, and every kernel of `nsa_dcp_kernels`.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ LIMITS = (
     Limit(
         name="merge of the ranks' results",
         kernel="_dcp_lse_combine_kernel",
-        source="kernels/ops/attention/dcp_kernels.py: i * recv_output_stride_N, i a constant, the stride rows * heads * 514",
+        source="kernels/ops/attention/dcp_kernels.py: i * recv_output_stride_N, a stride of rows * heads * 514",
         size="rows",
         product=lambda s: (s.dcp_size - 1) * s.rows * (s.attended_heads // s.dcp_size) * _PARTIAL_VALUES,
         answer=Answer.REFUSED,
@@ -239,7 +239,8 @@ LIMITS = (
     Limit(
         name="index-key gather, pages",
         kernel="_get_k_and_s_triton_kernel",
-        source="kernels/ops/kvcache/dsa_index_k_cache.py: page_index * buf_numel_per_page + s_src_token_offset, int32 pages",
+        source="kernels/ops/kvcache/dsa_index_k_cache.py: page_index * buf_numel_per_page + "
+        "s_src_token_offset, int32 pages",
         size="pool_tokens",
         product=lambda s: s.pages * _INDEX_PAGE_BYTES - 4,
         answer=Answer.REMOVED,
@@ -269,7 +270,7 @@ LIMITS = (
         kernel="transform_index_page_table_decode_kernel",
         source="kernels/ops/attention/dsa/transform_index.py: req_id * page_table_row_stride, SGLANG_DSA_FUSE_TOPK=0",
         size="requests",
-        product=lambda s: max(s.step_rows - 1, 0) * s.context + s.context - 1 if s.unfused_topk and s.step_rows else 0,
+        product=lambda s: max(s.step_rows - 1, 0) * s.context if s.unfused_topk else 0,
         answer=Answer.REFUSED,
         how="sglang_plugin/admission/pool_limits.py",
     ),
@@ -280,6 +281,7 @@ LIMITS = (
         "max_seqlen_k; row * page_table_1_stride",
         size="requests",
         product=lambda s: s.step_rows * s.context if s.draft else 0,
+        ceiling=INT32_MAX - 1024 * 256,  # `i += total_threads` must not pass it either
         answer=Answer.REFUSED,
         how="sglang_plugin/admission/pool_limits.py",
     ),
@@ -300,7 +302,7 @@ LIMITS = (
         product=lambda s: s.step_rows,
         ceiling=58_112,
         answer=Answer.NOT_REACHED,
-        how="requests times drafts: 4,096 of them are sglang's most by default; more fail at the launch, with a message",
+        how="requests times drafts, and sglang runs at most 4,096 requests by default; past it the launch fails",
     ),
 )
 

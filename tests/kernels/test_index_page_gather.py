@@ -44,9 +44,7 @@ def test_every_context_gets_its_keys_and_scales_in_order(lengths, dtype, device)
     # A longest context that is an upper bound, and rows of a table that lie apart.
     wide = torch.cat([table, table.new_full(table.shape, POISON_INT)], dim=1)[:, : table.shape[1]]
     for longest, pages in ((max(lengths), table), (max(lengths) + 129, wide)):
-        got = kernels.gather_index_pages(
-            cache.to(device), pages.to(device), seq_lens.to(device), sum(lengths), longest
-        )
+        got = kernels.gather_index_pages(cache.to(device), pages.to(device), seq_lens.to(device), sum(lengths), longest)
         assert_bitwise_equal(got[0], keys)
         assert_bitwise_equal(got[1], scales)
 
@@ -86,12 +84,16 @@ def test_wrong_tables_and_caches_are_refused():
 
 @pytest.mark.parametrize("page", [254_199, 254_200, 254_201, 300_000, 600_000])
 def test_pages_past_2_gib_of_a_layer_are_found(page, device):
-    """In the interpreter untouched memory takes none; on a GPU it takes 5 GiB. What a wrapped offset meets is poison."""
+    """Untouched memory takes none in the interpreter, 5 GiB on a GPU. What a wrapped offset meets is poison."""
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 6 << 30:
         pytest.skip("needs 6 GiB of GPU memory")
     size = (page + 1) * PAGE_BYTES
     # numpy's: torch's is filled with poison in these tests, and so takes memory.
-    memory = torch.from_numpy(np.empty(size, np.uint8)) if device == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+    memory = (
+        torch.from_numpy(np.empty(size, np.uint8))
+        if device == "cpu"
+        else torch.empty(size, dtype=torch.uint8, device=device)
+    )
     cache = memory.view(-1, PAGE_BYTES)
     for offset in (page * PAGE_BYTES, page * PAGE_BYTES + 8192):
         wrapped = offset % 2**31

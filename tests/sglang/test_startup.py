@@ -36,6 +36,8 @@ def runner(make_rank, model_path):
         model_config=model_config_of(server_args),
         is_draft_worker=False,
         token_to_kv_pool=rank.pool,
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.empty(2049, 65540, dtype=torch.int32, device="meta")),
+        max_running_requests=2048,
         token_to_kv_pool_allocator=rank.allocator,
         model=torch.nn.ModuleList([attention]),
         prefill_attention_backend_str="nsa",
