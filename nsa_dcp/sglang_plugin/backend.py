@@ -126,7 +126,8 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
             k, v, layer, forward_batch, save_kv_cache, others: handed through.
         """
         if q_rope is not None:
-            q, q_rope = join_far_heads(q, q_rope, layer.tp_q_head_num, layer.v_head_dim)
+            rope_dim = layer.head_dim - layer.v_head_dim
+            q, q_rope = join_far_heads(q, q_rope, layer.tp_q_head_num, layer.v_head_dim, rope_dim)
         return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope=q_rope, **others)
 
     def _compute_flashmla_metadata(self, cache_seqlens: torch.Tensor, seq_len_q: int) -> UnreadSchedule:

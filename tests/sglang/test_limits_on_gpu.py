@@ -108,7 +108,7 @@ def test_queries_of_every_head_reach_attention(rows, heads):
     from nsa_dcp.sglang_plugin.attention.query_layout import join_far_heads
 
     need(24)
-    q, rope = join_far_heads(*gathered_queries(rows, heads), heads, 512)
+    q, rope = join_far_heads(*gathered_queries(rows, heads), heads, 512, 64)
     assert (rope is None) == ((heads - 1) * rows * 576 > INT32_MAX)
     joined = q if rope is None else concat_mla_absorb_q_general(q, rope)
     del q, rope
@@ -130,7 +130,7 @@ def test_the_absorbed_projection_of_an_unspread_chunk_keeps_its_heads():
     weights = torch.ones(heads, 192, 512, dtype=torch.bfloat16, device="cuda")
     latent = torch.bmm(q_nope.transpose(0, 1), weights).transpose(0, 1)
     rope = (-head_values(heads))[:, None].expand(rows, heads, 64).contiguous()
-    q, none = join_far_heads(latent, rope, heads, 512)
+    q, none = join_far_heads(latent, rope, heads, 512, 64)
     assert none is None
     assert wrong_heads(q) == []
 

@@ -14,7 +14,7 @@ from nsa_dcp.planning.limits import INT32_MAX
 
 
 def join_far_heads(
-    q: torch.Tensor, q_rope: torch.Tensor | None, num_heads: int, latent_dim: int
+    q: torch.Tensor, q_rope: torch.Tensor | None, num_heads: int, latent_dim: int, rope_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return queries that sglang's backend may be given: joined where its own kernel does not reach their heads.
 
@@ -22,7 +22,7 @@ def join_far_heads(
         q: [T, H, 512], or with `q_rope` None [T, H, 576]; or either with its last two dimensions flattened.
         q_rope: [T, H, 64], or flattened; None where the two are one already.
         num_heads: H.
-        latent_dim: 512.
+        latent_dim, rope_dim: 512 and 64.
 
     Returns:
         (q, q_rope) as they came; or ([T, H, 576] contiguous, None) where a head of either part begins past 2**31
@@ -31,7 +31,7 @@ def join_far_heads(
     if q_rope is None:
         return q, q_rope
     latent = q.view(-1, num_heads, latent_dim)
-    rope = q_rope.view(latent.shape[0], num_heads, -1)
+    rope = q_rope.view(-1, num_heads, rope_dim)
     if max(latent.stride(1), rope.stride(1)) * (num_heads - 1) <= INT32_MAX:
         return q, q_rope
     return torch.cat([latent, rope], dim=-1), None
