@@ -12,6 +12,7 @@ from nsa_dcp.model_dims import dims_from_config
 from nsa_dcp.sglang_plugin.cp_pages import buffer_bytes, buffer_pages
 from nsa_dcp.sglang_plugin.requirements import require
 from nsa_dcp.sglang_plugin.selection_agreement import select_alike_in_decode
+from nsa_dcp.sglang_plugin.served_sizes import count_held_memory
 from nsa_dcp.sglang_plugin.startup_line import startup_line
 from nsa_dcp.sglang_plugin.validation import PAGE_SIZE, head_bucket
 
@@ -95,6 +96,7 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any) -> str:
             page_gather=buffer_bytes(pages, dcp_size, pool.kv_buffer[0][0].nbytes),
             dequantised=max(replicated.dequantised, spread.dequantised),
         ),
+        held=count_held_memory(model_runner, parallel),
     )
 
 

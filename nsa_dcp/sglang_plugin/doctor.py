@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 from nsa_dcp.model_dims import PRESETS
 from nsa_dcp.sglang_plugin import machine_checks, server_command
+from nsa_dcp.sglang_plugin.admission.held_report import describe_held_memory
 from nsa_dcp.sglang_plugin.machine_checks import FAILED, OK, SKIPPED, Check
 from nsa_dcp.sglang_plugin.probe import DEFAULT_TIMEOUT_S, Ask, Trials, Unanswered, list_trials
 from nsa_dcp.sglang_plugin.server_command import ServerCommand
@@ -221,6 +222,9 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str) -> Com
         f"KV cache: {settings.kv_cache_dtype}"
         + (", which sglang resolves to bfloat16 on Hopper" if settings.kv_cache_dtype == "auto" else ""),
     ]
+    held = describe_held_memory(settings, model)
+    if held:
+        facts.append(held)
     return CommandVerdict("nsa-dcp", tuple(facts), (), (*notes, stock_checks))
 
 

@@ -12,18 +12,17 @@ from typing import Any
 
 from nsa_dcp.capacity import temporary_buffers
 from nsa_dcp.model_dims import dims_from_config
-from nsa_dcp.planning.limits import Sizes
 from nsa_dcp.sglang_plugin import resolution
 from nsa_dcp.sglang_plugin.admission.pool_limits import find_pool_problems, find_step_problems
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version
 from nsa_dcp.sglang_plugin.requirements import require
 from nsa_dcp.sglang_plugin.selection.index_key_gather import gather_index_keys_past_2_gib
 from nsa_dcp.sglang_plugin.selection_agreement import select_alike_on_every_rank
+from nsa_dcp.sglang_plugin.served_sizes import captured_requests, count_held_memory, read_sizes
 from nsa_dcp.sglang_plugin.startup_line import startup_line
 from nsa_dcp.sglang_plugin.validation import (
     PAGE_SIZE,
     SPARSE_BACKEND,
-    ServerSettings,
     concerns_us,
     describe_problems,
     head_bucket,
@@ -75,7 +74,7 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     parallel = get_parallel()
     _check_topology(parallel)
     _check_pool(model_runner, parallel.attn_dcp_size)
-    _check_reach(model_runner, settings)
+    _check_reach(model_runner, parallel)
     gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
     _check_model(model_runner, parallel.attn_dcp_size)
     refuse_weight_updates(model_runner.model, settings)
@@ -126,6 +125,7 @@ def describe_server(model_runner: Any, parallel: Any) -> str:
         comm_backend=parallel.dcp_comm_backend,
         pool=pool,
         buffers=buffers,
+        held=count_held_memory(model_runner, parallel),
     )
 
 
@@ -191,26 +191,15 @@ def _check_pool(model_runner: Any, dcp_size: int) -> None:
             )
 
 
-def _check_reach(model_runner: Any, settings: ServerSettings) -> None:
+def _check_reach(model_runner: Any, parallel: Any) -> None:
     """Refuse a pool or a step that a kernel would not reach with 32 bits."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.environ import envs
-
-    pool, table = model_runner.token_to_kv_pool, model_runner.req_to_token_pool.req_to_token
-    graphs = resolving_view(model_runner.server_args).cuda_graph_config.decode
-    sizes = Sizes(
-        context=table.shape[1],
-        requests=model_runner.max_running_requests,
-        rows_per_request=settings.speculative_num_draft_tokens or 1,
-        draft=settings.speculative_algorithm is not None,
-        unfused_topk=not envs.SGLANG_DSA_FUSE_TOPK.get(),
-    )
+    sizes = read_sizes(model_runner, parallel)
     problems = [
-        *find_pool_problems(pool.size * settings.dcp_size, settings.dcp_size),
-        *find_step_problems(sizes, graphs.max_bs if graphs.backend != "disabled" else None),
+        *find_pool_problems(sizes.pool_tokens, sizes.dcp_size),
+        *find_step_problems(sizes, captured_requests(model_runner)),
     ]
     if problems:
-        raise ValueError(describe_problems(problems, settings.dcp_size))
+        raise ValueError(describe_problems(problems, sizes.dcp_size))
 
 
 def _check_model(model_runner: Any, dcp_size: int) -> None:

@@ -31,12 +31,12 @@ def find_pool_problems(pool_tokens: int, dcp_size: int) -> list[Problem]:
     ]
 
 
-def find_step_problems(sizes: Sizes, captured: int | None) -> list[Problem]:
+def find_step_problems(sizes: Sizes, captured: int) -> list[Problem]:
     """Return why a decode or verify step could be too large; empty when it cannot.
 
     Args:
         sizes: `requests`, `rows_per_request`, `context`, `draft` and `unfused_topk` count.
-        captured: requests of the largest graph; None without graphs. Speculation's tables are a graph's.
+        captured: requests of the largest graph; 0 without graphs. Speculation's tables are a graph's.
     """
     problems = []
     if sizes.unfused_topk:
