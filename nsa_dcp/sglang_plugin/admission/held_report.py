@@ -43,4 +43,5 @@ def describe_held_memory(settings: ServerSettings, model: ModelFacts) -> str:
     if held.eager_decode:
         parts.append(f"a step past the largest graph, with one context of that length, {held.eager_decode / _GIB:.1f}")
     chosen = "" if asked else ", sglang's default or more"
-    return f"beside the pools: GiB a GPU, for {requests:,} requests{chosen}, of up to {context:,} tokens: {', '.join(parts)}"
+    of = f"{requests:,} requests{chosen}, of up to {context:,} tokens"
+    return f"beside the pools: GiB a GPU, for {of}: {', '.join(parts)}"
