@@ -47,6 +47,7 @@ class Sizes:
         local_heads: query heads of one rank's projections: all of them under context parallelism.
         attended_heads: query heads of an attention call: those of the DCP group, gathered.
         dcp_size: ranks of the DCP group.
+        shards: attention-DP shards, whose rows MLPs and experts gather.
         spread: context parallelism in prefill.
         zigzag: its strategy; a batch with one short request is then not spread at all.
         draft: speculation, whose draft runs sglang's own backend.
@@ -62,6 +63,7 @@ class Sizes:
     local_heads: int = 0
     attended_heads: int = 0
     dcp_size: int = 1
+    shards: int = 1
     spread: bool = False
     zigzag: bool = False
     draft: bool = False
@@ -202,9 +204,9 @@ LIMITS = (
     Limit(
         name="hidden states",
         kernel="norms, activations and quantisers outside DCP",
-        source="row * hidden_size in an int, in several kernels",
+        source="row * hidden_size in an int, in several kernels; experts get the rows of every attention-DP shard",
         size="rows",
-        product=lambda s: s.rows * s.hidden_size,
+        product=lambda s: s.rows * s.shards * s.hidden_size,
         answer=Answer.REFUSED,
         how="sglang_plugin/admission/chunk_rules.py",
     ),

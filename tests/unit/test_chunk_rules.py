@@ -91,7 +91,9 @@ def test_a_chunk_is_judged_by_what_a_shard_gets():
     assert judge(TP_DCP, GLM, chunked_prefill_size=131_072, **shards) == []
     assert judge(TP_DCP, GLM, chunked_prefill_size=131_073, **shards) == []
     assert judge(TP_DCP, GLM, chunked_prefill_size=32_768, chunk_is_divided=True, **shards) == []
-    most = 2**31 // (32 * 514) // 64 * 64
+    # What a shard's merge reaches is more than the MLPs do with the rows of four shards.
+    assert 2**31 // (32 * 514) > 2**31 // (4 * 6144)
+    most = (2**31 - 1) // (4 * 6144) // 64 * 64
     assert judge(TP_DCP, GLM, chunked_prefill_size=4 * most, **shards) == []
     assert judge(TP_DCP, GLM, chunked_prefill_size=most, chunk_is_divided=True, **shards) == []
     for size, divided in ((4 * most + 256, False), (most + 64, True)):

@@ -112,6 +112,7 @@ def test_a_chunk_is_right_up_to_its_bound_and_wraps_past_it(drawn, named):
         ("split results of a draft's attention", dataclasses.replace(GLM, draft=True, local_heads=128), 32_701),
         ("hidden states", DEEPSEEK, 299_593),
         ("hidden states", GLM, 349_525),
+        ("hidden states", dataclasses.replace(GLM, shards=4), 87_381),
         ("quantised index queries", dataclasses.replace(DEEPSEEK, spread=True, zigzag=True), 262_143),
         ("quantised index queries", DEEPSEEK, None),
         ("index-key gather, blocks of a context", GLM, 65_535 * 256),

@@ -28,6 +28,7 @@ def prefill_sizes(settings: ServerSettings, model: ModelFacts) -> Sizes:
         local_heads=local_heads,
         attended_heads=local_heads if spread else local_heads * settings.dcp_size,
         dcp_size=settings.dcp_size,
+        shards=settings.attn_dp_size,
         spread=spread,
         zigzag=settings.cp_strategy == "zigzag",
         draft=settings.speculative_algorithm is not None,
