@@ -222,7 +222,7 @@ def test_a_large_chunk_attends_as_its_rows_do_alone(rows, heads, cache_rows):
     cache = pack_latent(values[:, :512], values[:, 512:]).unsqueeze(1)
     del values
     backend.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer_id: cache)
-    backend.dcp_size, backend.dcp_rank = 8, 3
+    backend.dcp_size, backend.dcp_rank, backend.dsa_kv_cache_store_fp8 = 8, 3, True
     backend.num_q_heads, backend.num_dcp_q_heads = heads // 8, heads
     backend.dsa_prefill_impl = backend.dsa_decode_impl = "flashmla_kv"
     backend.dsa_index_kpool, backend.dsa_index_topk = 1, 2048
