@@ -49,7 +49,7 @@ class ServerSettings:
     page_size: int | None = None
     chunked_prefill_size: int | None = None
     chunk_is_divided: bool = False
-    max_prefill_tokens: int | None = None
+    max_prefill_tokens: int = 16_384
     context_length: int | None = None
     max_running_requests: int | None = None
     enable_dynamic_chunking: bool = False

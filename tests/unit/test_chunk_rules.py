@@ -129,7 +129,7 @@ def test_without_chunks_a_model_of_unknown_context_is_refused():
     st.booleans(),
     st.one_of(st.integers(-2, 2**22), st.integers(0, 2**16).map(lambda pages: 64 * pages)),
     st.one_of(st.none(), st.integers(1, 2**21)),
-    st.one_of(st.none(), st.integers(1, 2**20)),
+    st.one_of(st.just(16_384), st.integers(1, 2**20)),
 )
 def test_what_a_refused_chunk_is_advised_is_accepted(topology, model, draft, chunk, context, together):
     tp_size, shards, dcp_size = topology

@@ -9,8 +9,6 @@ from __future__ import annotations
 from nsa_dcp.planning.limits import PAGE_ROWS, Limit, Sizes, largest_chunk
 from nsa_dcp.sglang_plugin.server_settings import ModelFacts, Problem, ServerSettings
 
-# sglang 0.5.23's --max-prefill-tokens where none is given.
-_MAX_PREFILL_TOKENS = 16_384
 _USUAL_CHUNK = 8_192
 
 
@@ -69,7 +67,7 @@ def find_chunk_problems(settings: ServerSettings, model: ModelFacts) -> list[Pro
 def _problems_without_chunks(settings: ServerSettings, model: ModelFacts, most: int, limit: Limit) -> list[Problem]:
     asked = f"--chunked-prefill-size {settings.chunked_prefill_size}"
     context = settings.context_length or model.context_length
-    together = settings.max_prefill_tokens or _MAX_PREFILL_TOKENS
+    together = settings.max_prefill_tokens
     if context and max(context, together) <= most:
         return []
     longest = f"of up to {context:,} tokens" if context else "of any length"
