@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 # Flags of `sglang.launch_server` that the documents and scripts use; tests/sglang/test_documented_flags.py asks sglang.
 _SERVER_FLAGS = """
     --model-path --quantization --disable-shared-experts-fusion --tp --dcp-size --dcp-comm-backend --attn-cp-size
