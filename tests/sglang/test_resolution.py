@@ -195,13 +195,16 @@ def test_a_chunk_is_judged_as_sglang_divides_it(resolve, typed, resolved):
     assert resolve(chunked_prefill_size=typed, **settings).chunked_prefill_size == resolved
 
 
-def test_without_chunks_a_short_context_is_served_and_a_long_one_refused(resolve):
-    settings = {"tp_size": 8, "dcp_size": 8, "attention_backend": "nsa", "chunked_prefill_size": -1}
-    assert resolve(context_length=32_768, **settings).chunked_prefill_size == -1
-    with pytest.raises(
-        ValueError, match=r"a prompt of up to 131,072 tokens would be one chunk.*--context-length 74606"
-    ):
-        resolve({"max_position_embeddings": 131_072}, **settings)
+WITHOUT_CHUNKS = {"tp_size": 8, "dcp_size": 8, "attention_backend": "nsa", "chunked_prefill_size": -1}
+
+
+def test_without_chunks_a_short_context_is_served(resolve):
+    assert resolve(context_length=32_768, **WITHOUT_CHUNKS).chunked_prefill_size == -1
+
+
+def test_without_chunks_a_long_context_is_refused(resolve):
+    with pytest.raises(ValueError, match=r"of up to 131,072 tokens would be one chunk.*--context-length 74606"):
+        resolve({"max_position_embeddings": 131_072}, **WITHOUT_CHUNKS)
 
 
 @pytest.mark.parametrize(("heads", "chunk"), [(128, 32_768), (64, 65_536)], ids=["deepseek-v3.2", "glm-5.2"])
