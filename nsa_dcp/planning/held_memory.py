@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from nsa_dcp.planning.limits import PAGE_ROWS, Sizes
+from nsa_dcp.planning.limits import LIMITS, PAGE_ROWS, Sizes
 
 _INT, _FLOAT, _BF16 = 4, 4, 2
 _LATENT, _ROPE = 512, 64
@@ -34,7 +34,8 @@ class HeldMemory:
             steps, and a verify step's scores; allocated at the start.
         eager_decode: tables and scores of a step of more requests than the largest graph has, one of them the longest
             that fits, in a number that the ranks cannot share evenly: then each scores all rows, and joins them.
-        joined_queries: a chunk's queries in the order that attention takes them, beside those gathered.
+        joined_queries: a chunk's queries in the order that attention takes them, beside those gathered; twice where
+            sglang's own concatenation would not reach their heads.
         selections: the selection that is attended to, held until the next: its slots, rows and aligned rows.
         gathered_index_keys: of one prompt of the longest context. A batch takes them of every request in it.
         draft_prefill: with drafts, FlashMLA's split results, padded queries and output for a chunk.
@@ -104,6 +105,7 @@ def held_memory(sizes: Sizes, *, longest: int, captured: int = DEFAULT_CAPTURED,
     eager = sizes.requests if sizes.requests > captured else 0
     eager_rows = eager * max(draft_tokens, 1)
     attended_rows = max(sizes.rank_rows, sizes.unspread_rows)
+    reached = next(limit for limit in LIMITS if limit.name == "query concatenation").holds(sizes)
     bucket = 64 if sizes.local_heads <= 64 else 128
     draft_rows = sizes.rank_rows if draft_tokens else 0
     return HeldMemory(
@@ -119,7 +121,7 @@ def held_memory(sizes: Sizes, *, longest: int, captured: int = DEFAULT_CAPTURED,
             else 0
         ),
         eager_decode=eager_rows * longest * (_INT + _scores(eager_rows)),
-        joined_queries=attended_rows * sizes.attended_heads * (_LATENT + _ROPE) * _BF16,
+        joined_queries=attended_rows * sizes.attended_heads * (_LATENT + _ROPE) * _BF16 * (1 if reached else 2),
         selections=3 * attended_rows * sizes.index_topk * _INT,
         gathered_index_keys=longest * _INDEX_KEY_BYTES,
         draft_prefill=(

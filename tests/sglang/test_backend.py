@@ -306,6 +306,7 @@ def test_heads_that_sglangs_concatenation_does_not_reach_are_joined_before_it(ma
                 topk_indices=selection,
             )
         )
-    assert len(joined) == 1
+    # Of those that we joined sglang makes two views, and joins them again: their heads are 576 values apart.
+    assert len(joined) == 2
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])

@@ -48,6 +48,8 @@ def test_speculations_tables_have_every_slot_of_every_row():
 def test_a_chunks_parts_grow_with_its_rows_and_its_gathered_heads():
     parts = held(64)
     assert parts.joined_queries == 8192 * 64 * 576 * 2
+    assert held(64, rows=59_178).joined_queries == 59_178 * 64 * 576 * 2
+    assert held(64, rows=59_179).joined_queries == 59_179 * 64 * 576 * 4
     assert parts.selections == 3 * 8192 * 2048 * 4
     assert parts.gathered_index_keys == CONTEXT * 132
     assert parts.draft_prefill == 0

@@ -3,7 +3,7 @@
 sglang joins them by a kernel that multiplies a head by the stride between heads in 32 bits. After a gather of heads
 that stride is a whole chunk, rows * 576, so that the last of 128 heads begins 2**31 values in from 29,357 rows on
 (`planning/limits.py`): the kernel would read 4 GiB earlier. torch's concatenation has no such limit and gives the same
-bytes.
+bytes. sglang then joins them once more, out of heads that lie 576 values apart: one more copy, of such chunks alone.
 """
 
 from __future__ import annotations
