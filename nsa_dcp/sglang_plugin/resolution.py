@@ -47,7 +47,8 @@ def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) 
     """
     from sglang.srt.arg_groups.overrides import declare_resolution
 
-    settings, model, capability = read_command(server_args)
+    # sglang divides chunks by attention DP further on.
+    settings, model, capability = read_command(server_args, chunk_is_divided=False)
     ours = is_served_here(settings, model, capability)
     if ours:
         check_command(settings, model, capability)
@@ -119,11 +120,14 @@ def check_command(settings: ServerSettings, model: ModelFacts, capability: tuple
         raise ValueError(describe_problems(problems, settings.dcp_size))
 
 
-def read_command(server_args: Any) -> tuple[ServerSettings, ModelFacts, tuple[int, int] | None]:
+def read_command(
+    server_args: Any, *, chunk_is_divided: bool = True
+) -> tuple[ServerSettings, ModelFacts, tuple[int, int] | None]:
     """Read what `find_problems` needs from sglang's arguments, as far as they are resolved, and from the GPU.
 
     Args:
         server_args: sglang's ServerArgs.
+        chunk_is_divided: whether sglang has divided the prefill chunk by the attention-DP shards.
 
     Returns:
         The settings, the checkpoint's facts, and the GPU's compute capability (None without a GPU).
@@ -141,6 +145,7 @@ def read_command(server_args: Any) -> tuple[ServerSettings, ModelFacts, tuple[in
         decode_cuda_graph=_cuda_graph_backend(view, "decode"),
         foreign_draft=view.speculative_draft_model_path not in (None, view.model_path),
         pp_layer_partition=os.environ.get(PARTITION_VARIABLE),
+        chunk_is_divided=chunk_is_divided,
         **{name: getattr(view, name) for name in same_name},
     )
     if settings.dcp_size <= 1:
@@ -170,6 +175,8 @@ def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
         index_topk=hf_config.index_topk,
         index_kpool=get_dsa_index_kpool(hf_config),
         num_hidden_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        context_length=model_config.context_len,
         indexer_layers=tuple(
             layer for layer in range(hf_config.num_hidden_layers) if not dsa_layer_skips_topk(hf_config, layer)
         ),

@@ -40,6 +40,9 @@ _VALUE_FLAGS = {
     "kv_cache_dtype": (("--kv-cache-dtype",), str),
     "page_size": (("--page-size",), int),
     "chunked_prefill_size": (("--chunked-prefill-size",), int),
+    "max_prefill_tokens": (("--max-prefill-tokens",), int),
+    "context_length": (("--context-length",), int),
+    "max_running_requests": (("--max-running-requests",), int),
     "dcp_comm_backend": (("--dcp-comm-backend",), str),
     "dsa_topk_backend": (("--dsa-topk-backend",), str),
     "cuda_graph_backend_prefill": (("--cuda-graph-backend-prefill",), str),
@@ -53,6 +56,7 @@ _VALUE_FLAGS = {
     "elastic_ep_backend": (("--elastic-ep-backend",), str),
     "speculative_algorithm": (("--speculative-algorithm",), str),
     "speculative_eagle_topk": (("--speculative-eagle-topk",), int),
+    "speculative_num_draft_tokens": (("--speculative-num-draft-tokens",), int),
     "speculative_draft_model_path": (("--speculative-draft-model-path", "--speculative-draft-model"), str),
     "disaggregation_mode": (("--disaggregation-mode",), str),
 }
@@ -191,8 +195,14 @@ def read_model_facts(model_path: str | Path) -> ModelFacts:
         index_kpool=positive_integer(text, "index_kpool", str(path), default=1),
         indexer_layers=indexer_layers(text, source=str(path), architecture=architecture),
         projection_format=projection_format(read_quantization(config, path.parent), numbers["num_hidden_layers"]),
+        hidden_size=_size_or_unknown(text.get("hidden_size")),
+        context_length=_size_or_unknown(text.get("max_position_embeddings")),
         **numbers,
     )
+
+
+def _size_or_unknown(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def preset_model_facts(preset: str) -> ModelFacts:
@@ -206,6 +216,8 @@ def preset_model_facts(preset: str) -> ModelFacts:
         qk_rope_head_dim=dims.qk_rope_head_dim,
         index_topk=dims.index_topk,
         num_hidden_layers=dims.num_hidden_layers,
+        hidden_size=dims.hidden_size or 0,
+        context_length=dims.max_context,
         indexer_layers=dims.indexer_layers,
     )
 

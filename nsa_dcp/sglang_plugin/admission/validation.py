@@ -7,6 +7,7 @@ imported.
 
 from __future__ import annotations
 
+from nsa_dcp.sglang_plugin.admission.chunk_rules import find_chunk_problems
 from nsa_dcp.sglang_plugin.admission.cp_validation import SLICED_ARCHITECTURES, find_context_parallel_problems
 from nsa_dcp.sglang_plugin.admission.feature_rules import find_feature_problems
 from nsa_dcp.sglang_plugin.admission.pipeline_rules import find_pipeline_problems
@@ -26,8 +27,6 @@ PAGE_SIZE = 64
 HEAD_BUCKETS = (64, 128)
 # What the packed cache row and the kernels are laid out for.
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
-# Of a token and head in sglang's exchange, in units of bfloat16: the result and a float32 log-sum-exp.
-_PARTIAL_VALUES = KV_LORA_RANK + 2
 
 
 def is_served_here(settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None) -> bool:
@@ -60,7 +59,7 @@ def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple
         *_hardware_problems(capability),
         *_model_problems(model),
         *topology,
-        *([] if sizes or topology else _chunk_problems(settings, model)),
+        *([] if sizes or topology else find_chunk_problems(settings, model)),
         *_backend_problems(settings),
         *_cache_problems(settings),
         *_speculation_problems(settings),
@@ -178,24 +177,6 @@ def _topology_problems(settings: ServerSettings, model: ModelFacts) -> list[Prob
             )
         ]
     return []
-
-
-def _chunk_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem]:
-    """sglang's merge kernels reach a rank's part of the partial results at 32-bit offsets."""
-    if settings.chunked_prefill_size is None or not model.num_attention_heads:
-        return []
-    # Of a rank after the exchange: its own heads of every rank, 512 values and a log-sum-exp.
-    heads = model.num_attention_heads // (settings.dcp_size if settings.enable_prefill_cp else _shard_size(settings))
-    most = (2**31 - 1) // (heads * _PARTIAL_VALUES * (settings.dcp_size - 1))
-    if 0 < settings.chunked_prefill_size <= most:
-        return []
-    return [
-        Problem(
-            f"--chunked-prefill-size {settings.chunked_prefill_size}",
-            f"sglang merges results of at most {most:,} tokens at once: of more their offsets exceed 32 bits",
-            f"use --chunked-prefill-size 8192, or another of at most {most}",
-        )
-    ]
 
 
 def _shard_size(settings: ServerSettings) -> int:

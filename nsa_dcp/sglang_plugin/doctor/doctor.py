@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 from nsa_dcp.planning.dimensions import PRESETS
 from nsa_dcp.sglang_plugin.admission import server_command
+from nsa_dcp.sglang_plugin.admission.held_report import describe_held_memory
 from nsa_dcp.sglang_plugin.admission.server_command import ServerCommand
 from nsa_dcp.sglang_plugin.admission.stock_rules import find_stock_refusals
 from nsa_dcp.sglang_plugin.admission.validation import (
@@ -222,6 +223,9 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str) -> Com
         f"KV cache: {settings.kv_cache_dtype}"
         + (", which sglang resolves to bfloat16 on Hopper" if settings.kv_cache_dtype == "auto" else ""),
     ]
+    held = describe_held_memory(settings, model)
+    if held:
+        facts.append(held)
     return CommandVerdict("nsa-dcp", tuple(facts), (), (*notes, stock_checks))
 
 

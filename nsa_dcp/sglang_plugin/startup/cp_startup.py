@@ -13,6 +13,7 @@ from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE, head_bucket
 from nsa_dcp.sglang_plugin.attention.cp_pages import buffer_bytes, buffer_pages
 from nsa_dcp.sglang_plugin.compat import require
 from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_in_decode
+from nsa_dcp.sglang_plugin.startup.served_sizes import count_held_memory
 from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
 from nsa_dcp.sglang_plugin.startup.weight_layout import check_sliced_weights
 
@@ -98,6 +99,7 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any) -> str:
             page_gather=buffer_bytes(pages, dcp_size, pool.kv_buffer[0][0].nbytes),
             dequantised=max(replicated.dequantised, spread.dequantised),
         ),
+        held=count_held_memory(model_runner, parallel),
     )
 
 
