@@ -180,6 +180,7 @@ LIMITS = (
         size="rows",
         product=lambda s: (s.dcp_size - 1) * s.rows * (s.attended_heads // s.dcp_size) * _PARTIAL_VALUES,
         answer=Answer.REFUSED,
+        # One row past it triton 3.8's code was right all the same (H200, 2026-12-01): the compiler may widen, or not.
         how="sglang_plugin/admission/chunk_rules.py; asked of ag_rs and interleave too, which have no lower one",
     ),
     Limit(

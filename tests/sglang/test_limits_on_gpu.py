@@ -148,14 +148,15 @@ def merged(sizes: Sizes, rows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sizes", [DEEPSEEK, GLM], ids=["deepseek", "glm"])
-def test_sglangs_merge_ends_where_the_table_says(sizes):
+def test_sglangs_merge_is_right_for_the_largest_chunk_and_a_larger_one_is_refused(sizes):
+    """Its source multiplies in 32 bits. One row past the limit triton 3.8's code was right all the same (H200,
+    2026-12-01), which no source promises.
+    """
     need(14)
     most, limit = largest_chunk(sizes)
     assert limit.name == "merge of the ranks' results"
+    assert limit.most(sizes) == most
     assert bool((merged(sizes, most) == 4.5).all())
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert not bool((merged(sizes, most + 1) == 4.5).all())
 
 
 class LoopbackGroup:
@@ -213,7 +214,7 @@ def test_a_large_chunk_attends_as_its_rows_do_alone(rows, heads, cache_rows):
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    from nsa_dcp.sglang_plugin import backend as module
+    from nsa_dcp.sglang_plugin.attention import backend as module
 
     need(36)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -229,7 +230,6 @@ def test_a_large_chunk_attends_as_its_rows_do_alone(rows, heads, cache_rows):
     backend.use_mha, backend.hisparse_coordinator = False, None
     backend.use_fused_topk, backend.dsa_topk_backend = True, DSATopKBackend.SGL_KERNEL
     backend.forward_metadata = SimpleNamespace(page_table_1=None, cu_seqlens_q=None, dsa_extend_seq_lens_list=None)
-    backend._shared_selection = module.SharedSelection()
 
     gathered = torch.randn(heads, rows, 576, device="cuda", generator=generator, dtype=torch.bfloat16)
     rope, latent = (part.transpose(0, 1) for part in gathered.split([64, 512], dim=-1))
