@@ -78,6 +78,8 @@ _SWITCHES = {
     "enable_multi_layer_eagle": ("--enable-multi-layer-eagle",),
     "enable_lora": ("--enable-lora",),
     "checkpoint_engine_wait_weights_before_ready": ("--checkpoint-engine-wait-weights-before-ready",),
+    "enable_memory_saver": ("--enable-memory-saver",),
+    "enable_weights_cpu_backup": ("--enable-weights-cpu-backup",),
 }
 _ON_OFF = {"dcp_replicate_q_proj": "--dcp-replicate-q-proj", "enable_cp_decode_attn_tp": "--enable-cp-decode-attn-tp"}
 READ_FIELDS = (*_VALUE_FLAGS, *_SWITCHES, *_ON_OFF)
