@@ -44,7 +44,7 @@ def test_both_parsers_read_the_same_settings(more):
     theirs = server_command.command_from_fields(server_command.read_with_sglang(arguments), partial=False)
     assert own.settings == theirs.settings
     assert own.model_path == theirs.model_path == "GLM-5.2"
-    assert "--quantization" in own.unread
+    assert "--disable-shared-experts-fusion" in own.unread
 
 
 def test_doctor_reads_a_command_with_sglang_and_refuses_an_unknown_flag(monkeypatch):

@@ -126,8 +126,8 @@ def test_attention_dp_narrows_the_dcp_group(run):
 
 
 def test_the_partial_parser_says_what_it_did_not_read(run):
-    _, verdict = judge(run, "--quantization", "w4afp8")
-    assert "not --quantization w4afp8" in verdict["notes"][-2]
+    _, verdict = judge(run, "--mem-fraction-static", "0.8")
+    assert "not --mem-fraction-static 0.8" in verdict["notes"][-2]
 
 
 @pytest.mark.parametrize(
