@@ -13,6 +13,8 @@ from dataclasses import fields
 from typing import Any
 
 from nsa_dcp.pipeline import PARTITION_VARIABLE
+from nsa_dcp.sglang_plugin.server_settings import Problem, is_foreign_draft, settle_typed
+from nsa_dcp.sglang_plugin.stock_rules import find_dsa_refusals, find_stock_refusals
 from nsa_dcp.sglang_plugin.validation import (
     HOPPER,
     SPARSE_BACKEND,
@@ -44,10 +46,11 @@ def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) 
     """
     from sglang.srt.arg_groups.overrides import declare_resolution
 
-    settings, model, capability = read_command(server_args)
+    settings, model, capability = read_command(server_args, typed=True)
     ours = concerns_us(settings, model, capability)
     if ours:
         check_command(settings, model, capability)
+        refuse(find_stock_refusals(settings) or find_dsa_refusals(settings), settings.dcp_size)
         unset = {
             field: SPARSE_BACKEND
             for field in ("dsa_prefill_backend", "dsa_decode_backend")
@@ -103,16 +106,21 @@ def check_command(settings: ServerSettings, model: ModelFacts, capability: tuple
     from nsa_dcp.sglang_plugin.compat import check_version
 
     check_version()
-    problems = find_problems(settings, model, capability)
+    refuse(find_problems(settings, model, capability), settings.dcp_size)
+
+
+def refuse(problems: list[Problem], dcp_size: int) -> None:
+    """Raise ValueError, all problems in it, if there are any."""
     if problems:
-        raise ValueError(describe_problems(problems, settings.dcp_size))
+        raise ValueError(describe_problems(problems, dcp_size))
 
 
-def read_command(server_args: Any) -> tuple[ServerSettings, ModelFacts, tuple[int, int] | None]:
+def read_command(server_args: Any, *, typed: bool = False) -> tuple[ServerSettings, ModelFacts, tuple[int, int] | None]:
     """Read what `find_problems` needs from sglang's arguments, as far as they are resolved, and from the GPU.
 
     Args:
         server_args: sglang's ServerArgs.
+        typed: nothing is resolved yet; fields whose typed value does not matter count as what sglang makes of them.
 
     Returns:
         The settings, the checkpoint's facts, and the GPU's compute capability (None without a GPU).
@@ -123,14 +131,16 @@ def read_command(server_args: Any) -> tuple[ServerSettings, ModelFacts, tuple[in
     view = resolving_view(server_args)
     prefill_backend, decode_backend = attention_backends_of(view)
     same_name = [field.name for field in fields(ServerSettings) if field.name not in ServerSettings.DERIVED]
+    values = {name: getattr(view, name) for name in (*same_name, "enable_dp_attention")}
+    values = settle_typed(values) if typed else values
     settings = ServerSettings(
         prefill_attention_backend=prefill_backend,
         decode_attention_backend=decode_backend,
         prefill_cuda_graph=_cuda_graph_backend(view, "prefill"),
         decode_cuda_graph=_cuda_graph_backend(view, "decode"),
-        foreign_draft=view.speculative_draft_model_path not in (None, view.model_path),
+        foreign_draft=is_foreign_draft(view.speculative_draft_model_path, view.model_path),
         pp_layer_partition=os.environ.get(PARTITION_VARIABLE),
-        **{name: getattr(view, name) for name in same_name},
+        **{name: values[name] for name in same_name},
     )
     if settings.dcp_size <= 1:
         return settings, ModelFacts(is_dsa=False), None
