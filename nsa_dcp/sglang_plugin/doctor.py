@@ -23,14 +23,14 @@ from nsa_dcp.sglang_plugin.admission.server_shape import count_groups, shape_of_
 from nsa_dcp.sglang_plugin.machine_checks import FAILED, OK, SKIPPED, Check
 from nsa_dcp.sglang_plugin.probe import DEFAULT_TIMEOUT_S, Ask, Trials, Unanswered, list_trials
 from nsa_dcp.sglang_plugin.server_command import ServerCommand
-from nsa_dcp.sglang_plugin.stock_rules import find_dsa_refusals, find_stock_refusals
+from nsa_dcp.sglang_plugin.stock_rules import find_stock_refusals
 from nsa_dcp.sglang_plugin.validation import (
     HOPPER,
     SPARSE_BACKEND,
     ModelFacts,
     Problem,
     concerns_us,
-    find_problems,
+    find_typed_problems,
 )
 
 _MARKS = {OK: "ok     ", FAILED: "FAILED ", SKIPPED: "skipped", machine_checks.WARNING: "warning"}
@@ -246,7 +246,7 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str, *, dsa
             (),
             (*notes, stock_checks),
         )
-    problems = find_problems(settings, model, HOPPER) or find_stock_refusals(settings) or find_dsa_refusals(settings)
+    problems = find_typed_problems(settings, model, HOPPER)
     if problems:
         return CommandVerdict("nsa-dcp", (), tuple(problems), tuple(notes))
     shape = shape_of_command(settings, model)
@@ -304,7 +304,7 @@ def _own_model_facts(command: ServerCommand, preset_if_absent: str | None = None
             "the command must name a model with --model-path, or give doctor --config or --preset, got neither"
         )
     overrides = server_command.read_overrides(command.model_override_args)
-    if preset_if_absent is not None and not (Path(command.model_path) / "config.json").is_file():
+    if preset_if_absent is not None and not Path(command.model_path).exists():
         source = f"preset {preset_if_absent}, as {command.model_path} is not on this machine"
         return server_command.preset_model_facts(preset_if_absent, overrides), source
     try:

@@ -88,7 +88,10 @@ def find_feature_problems(settings: ServerSettings) -> list[Problem]:
             Problem(
                 "breakable decode graphs",
                 _NO_METADATA,
-                advise(use("--cuda-graph-backend-decode full"), use("--cuda-graph-backend-decode disabled")),
+                advise(
+                    Change(("--cuda-graph-backend-decode full",), ("--cuda-graph-config",), said="use full ones"),
+                    Change(("--cuda-graph-backend-decode disabled",), ("--cuda-graph-config",), said="none"),
+                ),
             )
         )
     if settings.foreign_draft:

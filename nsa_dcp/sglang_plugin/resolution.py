@@ -14,7 +14,6 @@ from typing import Any
 
 from nsa_dcp.pipeline import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.server_settings import Problem, is_foreign_draft, settle_typed
-from nsa_dcp.sglang_plugin.stock_rules import find_dsa_refusals, find_stock_refusals
 from nsa_dcp.sglang_plugin.validation import (
     HOPPER,
     SPARSE_BACKEND,
@@ -23,6 +22,7 @@ from nsa_dcp.sglang_plugin.validation import (
     concerns_us,
     describe_problems,
     find_problems,
+    find_typed_problems,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,11 +46,13 @@ def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) 
     """
     from sglang.srt.arg_groups.overrides import declare_resolution
 
+    from nsa_dcp.sglang_plugin.compat import check_version
+
     settings, model, capability = read_command(server_args, typed=True)
     ours = concerns_us(settings, model, capability)
     if ours:
-        check_command(settings, model, capability)
-        refuse(find_stock_refusals(settings) or find_dsa_refusals(settings), settings.dcp_size)
+        check_version()
+        refuse(find_typed_problems(settings, model, capability), settings.dcp_size)
         unset = {
             field: SPARSE_BACKEND
             for field in ("dsa_prefill_backend", "dsa_decode_backend")

@@ -76,10 +76,7 @@ def read_without_sglang(arguments: Sequence[str], environment: Mapping[str, str]
 
     ValueError: sglang's parser would not take the command.
     """
-    parser = launch_parser.build_parser()
-    for action in parser._actions:
-        # Doctor may be told of a model that the command does not name.
-        action.required = False
+    parser = _parser()
     try:
         known = parser.parse_args(merge_config_file(parser, arguments))
     except ValueError as error:
@@ -135,6 +132,15 @@ def command_from_fields(
         read["json_model_override_args"],
         list_unjudged(given, environment),
     )
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    parser = launch_parser.build_parser()
+    for action in parser._actions:
+        # Doctor may be told of a model that the command does not name.
+        action.required = False
+    return parser
 
 
 @functools.cache

@@ -14,6 +14,7 @@ _ALL_TO_ALL = ("a2a", "fi_a2a")
 # sglang sets it for every DSA model, and wants chunks to be multiples of it.
 DSA_PAGE_SIZE = 64
 _DRAFTS = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
+_ATTENTION_DP = ("--attn-dp-size", "--enable-dp-attention", "--dp-size")
 # Switches and flags that a size may come from, besides its own flag.
 _SPELLINGS = {
     "--attn-dp-size": ("--attn-dp-size", "--enable-dp-attention"),
@@ -88,7 +89,7 @@ def find_stock_refusals(settings: ServerSettings) -> list[Problem]:
                 f"--tp-size {settings.tp_size} --attn-dp-size {settings.attn_dp_size} "
                 f"--attn-cp-size {settings.attn_cp_size}",
                 "--tp-size must be a multiple of the product of the two others",
-                advise(drop("--attn-dp-size", "--attn-cp-size", said="change one of the three")),
+                advise(drop(*_ATTENTION_DP, "--attn-cp-size", said="change one of the three")),
             )
         )
     if settings.enable_dsa_cache_layer_split and not (

@@ -13,7 +13,7 @@ from nsa_dcp.sglang_plugin.cp_validation import SLICED_ARCHITECTURES
 from nsa_dcp.sglang_plugin.feature_rules import find_feature_problems
 from nsa_dcp.sglang_plugin.pipeline_rules import find_pipeline_problems
 from nsa_dcp.sglang_plugin.server_settings import ModelFacts, Problem, ServerSettings
-from nsa_dcp.sglang_plugin.stock_rules import find_size_problems
+from nsa_dcp.sglang_plugin.stock_rules import find_dsa_refusals, find_size_problems, find_stock_refusals
 
 DSA_ATTENTION_BACKENDS = ("dsa", "nsa")
 SPARSE_BACKEND = "flashmla_kv"
@@ -77,6 +77,19 @@ def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple
         *([] if sizes else find_pipeline_problems(settings, model)),
         *_slice_problems(settings, model),
     ]
+
+
+def find_typed_problems(
+    settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None
+) -> list[Problem]:
+    """Return every reason why a command as typed would not start: `find_problems`, and what sglang itself refuses.
+
+    Args: as `concerns_us`, which holds.
+    """
+    problems = find_problems(settings, model, capability)
+    if find_size_problems(settings):
+        return problems
+    return (problems or find_stock_refusals(settings)) + find_dsa_refusals(settings)
 
 
 def describe_problems(problems: list[Problem], dcp_size: int) -> str:
@@ -219,7 +232,14 @@ def _backend_problems(settings: ServerSettings) -> list[Problem]:
             Problem(
                 f"--cuda-graph-backend-prefill {settings.prefill_cuda_graph}",
                 "sglang cannot capture a prefill under DCP",
-                advise(use("--cuda-graph-backend-prefill disabled"), because="decode graphs stay on"),
+                advise(
+                    Change(
+                        ("--cuda-graph-backend-prefill disabled",),
+                        ("--cuda-graph-config",),
+                        said="leave it out, or use disabled",
+                    ),
+                    because="decode graphs stay on",
+                ),
             )
         )
     return problems

@@ -98,7 +98,7 @@ def _advise_sizes(settings: ServerSettings, accepts: Callable[[Mapping[str, Any]
         served = [change for sizes, change in alternatives if accepts(sizes)]
         if served:
             return advise(*served)
-    return advise(use("--dcp-size 1"))
+    return advise(_without_attention_dp(("--dcp-size 1",), settings))
 
 
 def shard_size(settings: ServerSettings) -> int:
