@@ -191,3 +191,12 @@ def test_gsm8k_needs_a_server_that_answers(run):
     done = run("eval_gsm8k.sh", "--server", "tp=http://127.0.0.1:1")
     assert done.returncode == 2
     assert "the server must answer at http://127.0.0.1:1/v1/models" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["serve_tp_dcp.sh", "serve_cp_dcp.sh"])
+def test_the_model_that_is_passed_is_the_one_that_is_judged(run, tmp_path, script):
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}')
+    done = run(script, "--dry-run", "--model-path", "qwen")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "architecture Qwen3ForCausalLM with DCP" in done.stderr

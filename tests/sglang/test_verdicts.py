@@ -3,6 +3,7 @@ through sglang's own resolution with the plugin."""
 
 import argparse
 import ast
+import dataclasses
 import json
 import os
 import shlex
@@ -223,7 +224,9 @@ class TestAdvice:
                     if problem in left or _follow_on(follow(words, change)):
                         stuck[f"{shlex.join(words)}: {problem} [{change}]"] = list(map(str, left))
         assert stuck == {}, f"seed {SEED}"
+        # What no command leads to: another GPU, and a resolution that does not set the page.
         assert find_problems(TP_DCP, GLM, (10, 0))
+        assert find_problems(dataclasses.replace(TP_DCP, page_size=128), GLM, (9, 0))
         missed = _rule_sites() - sites
         assert missed == set(), "rules that no command here is refused by"
 
