@@ -49,7 +49,7 @@ test-gpu:
 	$(PYTHON) -m pytest -m 'gpu or multi_gpu'
 
 bench:
-	PYTHONPATH=.:kernels $(PYTHON) scripts/bench_kernels.py
+	PYTHONPATH=.:kernels $(PYTHON) -m scripts.benchmarks.kernels.bench
 
 clean:
 	rm -rf $(VENV)

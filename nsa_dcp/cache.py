@@ -10,7 +10,7 @@ import torch
 from nsa_dcp.layout import widened_page_size
 from nsa_dcp_kernels import scatter_index_keys_, scatter_latent_
 from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, INDEX_KEY_BYTES, LATENT_BYTES, LATENT_DIM, PAGE_SIZE
-from nsa_dcp_kernels.reference import index_page_views
+from nsa_dcp_kernels.reference import owned_slots
 
 STORAGE_DTYPES = {
     "float32": torch.float32,
@@ -41,6 +41,7 @@ class LatentCache:
         shape = (size + PAGE_SIZE, width)
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.dcp_size, self.dcp_rank = dcp_size, dcp_rank
+        self._written = _WrittenRows(shape[0], device)
 
     def write(self, layer: int, k_nope: torch.Tensor, k_rope: torch.Tensor, slots: torch.Tensor) -> None:
         """Keep the tokens that this rank owns, quantised at most once.
@@ -52,10 +53,12 @@ class LatentCache:
             slots: [T] int32; -1 is skipped.
         """
         scatter_latent_(self.layers[layer], k_nope, k_rope, slots, self.dcp_size, self.dcp_rank)
+        if not layer:
+            self._written.mark(slots // self.dcp_size, owned_slots(slots, self.dcp_size, self.dcp_rank, 1))
 
     def count_rows(self) -> int:
-        """Rows of the first layer that were ever written: the others are all zeros."""
-        return int(self.layers[0].ne(0).any(-1).sum())
+        """Rows of the first layer that were ever written, also with zeros."""
+        return self._written.count()
 
     @property
     def bytes_per_row(self) -> int:
@@ -84,6 +87,7 @@ class IndexKeyCache:
         slots = (size + PAGE_SIZE) * dcp_size
         shape = (slots // PAGE_SIZE, PAGE_SIZE * INDEX_KEY_BYTES) if dtype == torch.uint8 else (slots, INDEX_HEAD_DIM)
         self.layers = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in owning_layers}
+        self._written = _WrittenRows(slots, device)
 
     def write(self, layer: int, keys: torch.Tensor, slots: torch.Tensor) -> None:
         """Keep the whole step's index keys.
@@ -94,13 +98,12 @@ class IndexKeyCache:
             slots: [T] int32, undivided; -1 is skipped.
         """
         scatter_index_keys_(self.layers[layer], keys, slots)
+        if layer == next(iter(self.layers)):
+            self._written.mark(slots, slots >= 0)
 
     def count_tokens(self) -> int:
-        """Slots of the first owning layer that were ever written: the others are all zeros."""
-        cache = next(iter(self.layers.values()))
-        # A written FP8 key has a scale, and no scale is zero.
-        values = index_page_views(cache)[1].unsqueeze(-1) if cache.dtype == torch.uint8 else cache
-        return int(values.ne(0).any(-1).sum())
+        """Slots of the first owning layer that were ever written, also with zeros."""
+        return self._written.count()
 
     @property
     def bytes_per_token(self) -> int:
@@ -110,6 +113,23 @@ class IndexKeyCache:
             for cache in self.layers.values()
         }
         return per_layer.pop() * len(self.layers) if per_layer else 0
+
+
+class _WrittenRows:
+    """Which rows of a cache were ever written. What they hold does not tell: a token's latent may be all zeros."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        """Args: num_rows, of the cache; device, where."""
+        # One more, for what is not written: every step marks as many entries as it has tokens, in a graph too.
+        self._marks = torch.zeros(num_rows + 1, dtype=torch.bool, device=device)
+
+    def mark(self, rows: torch.Tensor, written: torch.Tensor) -> None:
+        """Args: rows, [T] integers; written, [T] bool, which of them count."""
+        self._marks.index_fill_(0, torch.where(written, rows, self._marks.shape[0] - 1).long(), True)
+
+    def count(self) -> int:
+        """Rows that were marked."""
+        return int(self._marks[:-1].sum())
 
 
 class PageAllocator:

@@ -4,15 +4,16 @@ import argparse
 import os
 import pkgutil
 import sys
+import traceback
 
 from nsa_dcp import __version__
 
 # Imported one by one: planning needs no torch, and doctor must answer where torch is broken.
 _COMMANDS = {
     "generate": "nsa_dcp.hf.generate:add_generate_parser",
-    "plan": "nsa_dcp.capacity_cli:add_plan_parser",
-    "model": "nsa_dcp.capacity_cli:add_model_parser",
-    "doctor": "nsa_dcp.sglang_plugin.doctor:add_doctor_parser",
+    "plan": "nsa_dcp.planning.capacity_cli:add_plan_parser",
+    "model": "nsa_dcp.planning.capacity_cli:add_model_parser",
+    "doctor": "nsa_dcp.sglang_plugin.doctor.doctor:add_doctor_parser",
 }
 
 
@@ -31,7 +32,10 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. A refusal is one sentence on standard error and exit status 2."""
+    """Run the command. A refusal is one sentence on standard error and exit status 2; so does a fault of ours end.
+
+    Status 1 is left to what a command found: tokens that differ, a machine or a command that is not right.
+    """
     words = sys.argv[1:] if argv is None else argv
     args = build_parser(words[0] if words else None).parse_args(words)
     try:
@@ -44,6 +48,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (ValueError, NotImplementedError, RuntimeError, OSError) as error:
         print(f"nsa-dcp {words[0]}: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        print(
+            f"nsa-dcp {words[0]}: ended by a fault of nsa-dcp's own, {type(error).__name__}; please report the lines "
+            "above",
+            file=sys.stderr,
+        )
         return 2
 
 

@@ -10,6 +10,7 @@ COMM_BACKENDS = ("ag_rs", "a2a")
 SELECTIONS = ("replicated", "row_split")
 KV_CACHE_DTYPES = ("float32", "bf16", "fp8_e4m3")
 MAX_GATHERED_HEADS = 128
+_MOST_RANKS = 1024  # that a refusal suggests
 ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
 
 
@@ -179,4 +180,4 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+    return ", ".join(str(d) for d in range(1, min(number, _MOST_RANKS) + 1) if number % d == 0)

@@ -13,7 +13,7 @@ STRATEGIES = ("interleave", "zigzag")
 
 
 @dataclass(frozen=True)
-class RankShare:
+class RankTokens:
     """One rank's share of a chunk.
 
     Every field is filtered by the same request index, so that lengths, page tables and offsets agree when the rank owns
@@ -70,7 +70,7 @@ def split_tokens(extend_lens: list[int], cp_size: int, strategy: str) -> list[to
     return [torch.cat(share) for share in shares]
 
 
-def share_of(token_index: torch.Tensor, extend_lens: list[int]) -> RankShare:
+def share_of(token_index: torch.Tensor, extend_lens: list[int]) -> RankTokens:
     """Describe one rank's share of a chunk.
 
     Args:
@@ -82,7 +82,7 @@ def share_of(token_index: torch.Tensor, extend_lens: list[int]) -> RankShare:
         token_request[token_index], return_inverse=True, return_counts=True
     )
     indptr = torch.cat([q_lens.new_zeros(1), q_lens.cumsum(0)])
-    return RankShare(token_index, request_index, row_request.to(torch.int32), q_lens, indptr)
+    return RankTokens(token_index, request_index, row_request.to(torch.int32), q_lens, indptr)
 
 
 def restore_index(shares: list[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from nsa_dcp.config import CacheConfig, DcpConfig
-from nsa_dcp.hf.checkpoint import load_model, load_tokenizer, read_shape, resolve_checkpoint
+from nsa_dcp.hf.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_checkpoint
 from nsa_dcp.hf.generate import GenerateJob, first_difference, generate_on_rank
 from nsa_dcp.hf.tiny import NAMES
 from nsa_dcp.hf.unmodified import generate_unmodified
@@ -37,7 +37,7 @@ def main() -> int:
         directory = resolve_checkpoint(name, seed=0)
         tokenizer = load_tokenizer(directory)
         prompts = [tokenizer.encode(text) for text in [LONG_TEXT.read_text(), *SHORT_TEXTS]]
-        _, eos_ids, _ = read_shape(directory)
+        eos_ids = open_checkpoint(directory).eos_ids
         for kv_cache_dtype, dtype in CACHES.items():
             started = time.perf_counter()
             model = load_model(directory, dtype, torch.device("cpu"))

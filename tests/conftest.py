@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 import signal
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -75,3 +76,10 @@ def _has_sglang() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return importlib.util.find_spec("sglang") is not None and version == SGLANG_VERSION
+
+
+@pytest.fixture
+def unused_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = {"nsa_dcp": ROOT / "nsa_dcp", "nsa_dcp_kernels": ROOT / "kernels" / "nsa_dcp_kernels"}
 # What may load a model library, a server or a compiler: everything else must stay light.
 HEAVY = ("nsa_dcp.hf", "nsa_dcp.testing", "nsa_dcp_kernels._triton")
-HEAVY += ("nsa_dcp.sglang_plugin.backend", "nsa_dcp.sglang_plugin.cp_backend")
+HEAVY += ("nsa_dcp.sglang_plugin.attention.backend", "nsa_dcp.sglang_plugin.attention.cp_backend")
 LIGHT_PACKAGES = {"nsa_dcp", "nsa_dcp_kernels", "torch", "numpy"}
 MAX_LINES = 400
 SHAPELESS = re.compile(r"^(utils?|helpers?|common|core|misc|shared|base)(\.py)?$")
@@ -90,7 +90,7 @@ def test_importing_nsa_dcp_loads_nothing_but_itself():
 def test_light_modules_load_neither_models_nor_servers_nor_compilers():
     """Told by what is loaded, not by time: beyond torch and the standard library, our own modules alone."""
     light = [name for name in modules() if not name.startswith(HEAVY)]
-    assert {"nsa_dcp.decode", "nsa_dcp.prefill", "nsa_dcp.launcher", "nsa_dcp.cli", "nsa_dcp_kernels"} <= set(light)
+    assert {"nsa_dcp.tp_dcp", "nsa_dcp.cp_dcp", "nsa_dcp.launcher", "nsa_dcp.cli", "nsa_dcp_kernels"} <= set(light)
     code = f"""
 import importlib, json, sys
 import torch

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 # Flags of `sglang.launch_server` that the documents and scripts use; tests/sglang/test_documented_flags.py asks sglang.
 _SERVER_FLAGS = """
     --model-path --quantization --disable-shared-experts-fusion --tp --dcp-size --dcp-comm-backend --attn-cp-size
@@ -139,15 +139,17 @@ def test_a_command_that_is_not_run_names_what_exists(command, workspace):
     elif words[:3] == ["python3", "-m", "pytest"]:
         assert all((ROOT / word).exists() for word in words[3:] if not word.startswith("-"))
     else:
-        entry = words[: 2 if program in ("nsa-dcp", "python3") else 1]
-        assert program != "python3" or (ROOT / entry[1]).is_file(), entry
+        as_module = words[:2] == ["python3", "-m"]
+        entry = words[: 3 if as_module else 2 if program in ("nsa-dcp", "python3") else 1]
+        named = f"{entry[2].replace('.', '/')}.py" if as_module else entry[-1]
+        assert program != "python3" or (ROOT / named).is_file(), entry
         done = subprocess.run([*entry, "--help"], capture_output=True, text=True, cwd=workspace, timeout=120)
         assert done.returncode == 0, done.stderr
         assert flags <= set(re.findall(r"--[a-z][a-z0-9-]*", done.stdout))
 
 
 def test_the_runbook_has_every_refusal():
-    from nsa_dcp.sglang_plugin import validation
+    from nsa_dcp.sglang_plugin.admission import validation
 
     text = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
     hostile = validation.ServerSettings(

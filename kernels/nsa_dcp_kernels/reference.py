@@ -38,6 +38,16 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _view_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Reinterpret the bytes of the last dimension, of a copy where its strides are not a contiguous tensor's.
+
+    `contiguous` alone keeps any stride of an empty tensor and of a dimension of one, which a view then trips over.
+    """
+    tensor = tensor.contiguous()
+    canonical = torch.empty(tensor.shape, device="meta").stride()
+    return (tensor if tensor.stride() == canonical else tensor.clone(memory_format=torch.contiguous_format)).view(dtype)
+
+
 # --- ownership ------------------------------------------------------------------------------------------------------
 
 
@@ -76,16 +86,16 @@ def merge_partials(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, 
 def pack_partials(out: torch.Tensor, lse: torch.Tensor, dcp_size: int) -> torch.Tensor:
     num_tokens, num_heads, dim = out.shape
     heads = num_heads // dcp_size
-    out_bytes = out.reshape(num_tokens, dcp_size, heads, dim).contiguous().view(torch.uint8)
-    lse_bytes = lse.reshape(num_tokens, dcp_size, heads, 1).contiguous().view(torch.uint8)
+    out_bytes = _view_as(out.reshape(num_tokens, dcp_size, heads, dim), torch.uint8)
+    lse_bytes = _view_as(lse.reshape(num_tokens, dcp_size, heads, 1), torch.uint8)
     return torch.cat([out_bytes, lse_bytes], dim=-1).transpose(0, 1).contiguous()
 
 
 def unpack_partials(packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     lse_dtype = accumulator(dtype)
     out_bytes = packed.shape[-1] - lse_dtype.itemsize
-    out = packed[..., :out_bytes].contiguous().view(dtype)
-    lse = packed[..., out_bytes:].contiguous().view(lse_dtype).squeeze(-1)
+    out = _view_as(packed[..., :out_bytes], dtype)
+    lse = _view_as(packed[..., out_bytes:], lse_dtype).squeeze(-1)
     return out, lse
 
 
@@ -97,9 +107,9 @@ def pack_latent(k_nope: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:
     quantised, scale = quantise_tiles(tiles)
     return torch.cat(
         [
-            quantised.reshape(-1, KV_LORA_RANK).view(torch.uint8),
-            scale.contiguous().view(torch.uint8),
-            k_rope.to(torch.bfloat16).contiguous().view(torch.uint8),
+            _view_as(quantised.reshape(-1, KV_LORA_RANK), torch.uint8),
+            _view_as(scale, torch.uint8),
+            _view_as(k_rope.to(torch.bfloat16), torch.uint8),
         ],
         dim=-1,
     )
@@ -118,8 +128,8 @@ def quantise_tiles(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def unpack_latent(packed: torch.Tensor) -> torch.Tensor:
     nope = packed[:, :KV_LORA_RANK].view(torch.float8_e4m3fn).float().reshape(-1, NUM_TILES, QUANT_TILE)
-    scale = packed[:, _SCALES_AT:_ROPE_AT].contiguous().view(torch.float32)
-    rope = packed[:, _ROPE_AT:LATENT_BYTES].contiguous().view(torch.bfloat16).float()
+    scale = _view_as(packed[:, _SCALES_AT:_ROPE_AT], torch.float32)
+    rope = _view_as(packed[:, _ROPE_AT:LATENT_BYTES], torch.bfloat16).float()
     return torch.cat([(nope * scale.unsqueeze(-1)).reshape(-1, KV_LORA_RANK), rope], dim=-1)
 
 
@@ -173,6 +183,9 @@ def gather_index_keys(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 def index_page_views(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[pages, 64 * 132] uint8 -> keys [pages, 64, 128] uint8 and scales [pages, 64] float32, both views."""
     keys = cache[:, :_PAGE_SCALES_AT].unflatten(1, (PAGE_SIZE, INDEX_HEAD_DIM))
+    if cache.is_contiguous():
+        # A cache of one page or of none may have any stride between pages, and a view as another dtype asks for it.
+        cache = cache.as_strided(cache.shape, (cache.shape[1], 1))
     scales = cache[:, _PAGE_SCALES_AT : PAGE_SIZE * INDEX_KEY_BYTES].view(torch.float32)
     return keys, scales
 
@@ -274,7 +287,7 @@ def score_index(
 ) -> torch.Tensor:
     # Summed in float64 and rounded once: a row's scores must not depend on how a matrix product was blocked, since a
     # difference in the last bit could order two tokens differently on two ranks, in two batches or in two chunks.
-    logits = torch.full((q.shape[0], max_context_len), float("-inf"))
+    logits = torch.full((q.shape[0], max_context_len), float("-inf"), dtype=torch.float32)
     for request in torch.unique(row_request).tolist():
         of_request = (row_request == request).nonzero().squeeze(1)
         positions = torch.arange(min(int(context_lens[of_request].max()), max_context_len))
@@ -311,6 +324,6 @@ def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> 
 
 def sortable_keys(scores: torch.Tensor) -> torch.Tensor:
     """Map float32 scores to int64 keys of the same order: -0.0 equals 0.0, NaN lies below -inf and above `_UNSEEN`."""
-    raw = (scores + 0.0).contiguous().view(torch.int32).long()
+    raw = _view_as(scores + 0.0, torch.int32).long()
     magnitude = raw & 0x7FFFFFFF
     return torch.where(torch.isnan(scores), _NAN, torch.where(raw < 0, -magnitude, magnitude))

@@ -14,12 +14,12 @@ from torch import nn
 
 from nsa_dcp import comm
 from nsa_dcp.cache import IndexKeyCache, LatentCache
-from nsa_dcp.decode import attend_sharded
+from nsa_dcp.cp_dcp import gather_rows, localize_gathered
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.hf.step import Step
 from nsa_dcp.indexer import select_positions, select_positions_row_split
 from nsa_dcp.layout import slots_at
-from nsa_dcp.prefill import gather_rows, localize_gathered
+from nsa_dcp.tp_dcp import attend_sharded
 from nsa_dcp_kernels import LocalSelection, attend_selection, localize_selection
 from nsa_dcp_kernels.reference import accumulator
 

@@ -1,20 +1,46 @@
 """Opening a checkpoint directory, or saying in one sentence why it cannot be opened."""
 
-import json
-import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from nsa_dcp.config import ARCHITECTURES, ModelShape
+from nsa_dcp.config import ModelShape
+from nsa_dcp.hf.checkpoint_files import StoredTensor, list_some, read_stored_tensors
+from nsa_dcp.hf.generation_defaults import read_eos_ids
+from nsa_dcp.hf.model_config import build_unloaded_model, read_model_config
 from nsa_dcp.hf.tiny import NAMES, write_tiny_checkpoint
+from nsa_dcp.hf.weight_checks import check_finite, check_names_and_shapes, check_not_quantised
+from nsa_dcp.planning.config_fields import read_json_object
 
 COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
+# transformers would load the model that an adapter was made for, from wherever that is.
+_ADAPTER = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that holds its model's weights, as far as headers tell; their values are not read yet.
+
+    shape: the model's. eos_ids: ids that end a generation. vocab_size: tokens. context_length: positions that the model
+    was made for. tensors, loaded: what its files hold, and the names of what will be loaded.
+    """
+
+    shape: ModelShape
+    eos_ids: frozenset[int]
+    vocab_size: int
+    context_length: int
+    tensors: dict[str, StoredTensor]
+    loaded: list[str]
+
+    def check_values(self, dtype: str) -> None:
+        """Read every weight once. ValueError: one is not finite as `dtype`, a key of COMPUTE_DTYPES."""
+        check_finite(self.tensors, self.loaded, _loaded_dtype(dtype))
 
 
 def resolve_checkpoint(model: str, seed: int) -> Path:
-    """Turn what `--model` names into a checkpoint directory that is whole.
+    """Turn what `--model` names into a checkpoint directory.
 
     Args:
         model: a directory, "tiny-glm-dsa" or "tiny-deepseek-v32".
@@ -24,92 +50,50 @@ def resolve_checkpoint(model: str, seed: int) -> Path:
         The directory.
 
     Raises:
-        ValueError: it is missing, is not a checkpoint, or is truncated.
+        ValueError: it is missing, or not a directory.
     """
     if model in NAMES:
         return write_tiny_checkpoint(model, seed)
     directory = Path(model)
     if not directory.is_dir():
         raise ValueError(f"model must be a checkpoint directory or one of {', '.join(NAMES)}, got {model!r}")
-    _read_json(directory / "config.json")
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError(f"{index} must map weights to file names, got another weight_map")
-        files = sorted(set(weight_map.values()))
-    else:
-        files = sorted(path.name for path in directory.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"model must hold *.safetensors weights, got none in {directory}")
-    for name in files:
-        _check_safetensors(directory / name)
     return directory
 
 
-def _read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"model must be a checkpoint directory with {path.name}, got none in {path.parent}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be JSON, got a file that is not ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Read everything about a checkpoint that can be known before its weights are read.
 
-
-def _check_safetensors(path: Path) -> None:
-    """Compare a file's size with what its header promises: a broken download is told before memory is spent on it."""
-    if not path.exists():
-        raise ValueError(f"checkpoint file {path} must exist, since the index names it, got none")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        header_bytes = struct.unpack("<Q", head)[0] if len(head) == 8 else size
-        if header_bytes + 8 > size:
-            raise ValueError(f"checkpoint file {path} must be whole, got {size} bytes, less than its header")
-        try:
-            header = json.loads(file.read(header_bytes))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            expected = 8 + header_bytes + max(ends, default=0)
-        except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError):
-            raise ValueError(f"checkpoint file {path} must be in safetensors format, got another") from None
-    if size != expected:
-        raise ValueError(f"checkpoint file {path} must hold {expected} bytes, got {size}: it is truncated or damaged")
-
-
-def read_shape(directory: Path) -> tuple[ModelShape, frozenset[int], int]:
-    """Read what a launcher needs to know before any rank starts.
-
-    Returns:
-        The model's shape, the ids that end a generation, and the vocabulary size.
+    Args:
+        directory: from `resolve_checkpoint`.
 
     Raises:
-        NotImplementedError: the architecture, or its row format, is not served.
+        ValueError: a file is missing or damaged, or does not hold what the others promise.
+        NotImplementedError: the architecture, its row format or its RoPE is not served.
     """
     from nsa_dcp.hf.engine import model_shape
 
-    architecture = (_read_json(directory / "config.json").get("architectures") or ["(none named)"])[0]
-    if architecture not in ARCHITECTURES:
-        # transformers may not even know it; the refusal must not depend on that.
-        raise NotImplementedError(
-            f"architecture {architecture} is not supported: nsa-dcp serves DeepSeek Sparse Attention models, "
-            f"{' and '.join(ARCHITECTURES)}"
+    if not (directory / "config.json").exists():
+        raise ValueError(f"model must be a checkpoint directory with config.json, got none in {directory}")
+    if (directory / _ADAPTER).exists():
+        raise ValueError(f"model must be a whole checkpoint, got {_ADAPTER} in {directory}: merge the adapter first")
+    fields = read_json_object(directory / "config.json", "config.json")
+    check_not_quantised(fields, directory)
+    config = read_model_config(fields, directory)
+    tensors = read_stored_tensors(directory)
+    if config.num_hidden_layers > len(tensors):
+        raise ValueError(
+            f"num_hidden_layers must be at most the {len(tensors)} tensors of the checkpoint, got "
+            f"{config.num_hidden_layers} ({directory})"
         )
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    eos = config.eos_token_id
-    eos_ids = frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
-    return model_shape(config), eos_ids, config.vocab_size
-
-
-def read_context_length(directory: Path) -> int | None:
-    """Read the most positions that a checkpoint's model was made for; None where it does not say."""
-    from transformers import AutoConfig
-
-    return getattr(AutoConfig.from_pretrained(directory, local_files_only=True), "max_position_embeddings", None)
+    model = build_unloaded_model(config, directory)
+    return Checkpoint(
+        shape=model_shape(model),
+        eos_ids=read_eos_ids(directory),
+        vocab_size=config.vocab_size,
+        context_length=config.max_position_embeddings,
+        tensors=tensors,
+        loaded=check_names_and_shapes(model, tensors, directory),
+    )
 
 
 def load_model(directory: Path, dtype: str, device: torch.device) -> nn.Module:
@@ -119,6 +103,9 @@ def load_model(directory: Path, dtype: str, device: torch.device) -> nn.Module:
         directory: from `resolve_checkpoint`.
         dtype: "float64", "float32" or "bf16": weights and activations.
         device: where.
+
+    Raises:
+        ValueError: transformers would start some of its weights at random.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -127,13 +114,25 @@ def load_model(directory: Path, dtype: str, device: torch.device) -> nn.Module:
     # The eager experts read which of them are hit back to the host, which no graph can capture.
     on_gpu = "grouped_mm" if dtype == "bf16" else "batched_mm"
     experts = on_gpu if device.type == "cuda" else "eager"
-    loaded = "float32" if dtype == "float64" else dtype
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=COMPUTE_DTYPES[loaded], local_files_only=True, experts_implementation=experts
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=_loaded_dtype(dtype),
+        local_files_only=True,
+        experts_implementation=experts,
+        output_loading_info=True,
     )
+    # `open_checkpoint` has compared the names; this is the library's own word on what it did.
+    if unset := sorted(report["missing_keys"] | {entry[0] for entry in report["mismatched_keys"]}):
+        raise ValueError(
+            f"checkpoint must hold every tensor of its model, got none of {list_some(unset)} ({directory})"
+        )
     if dtype == "float64":
         model = model.double()
     return model.to(device).eval().requires_grad_(False)
+
+
+def _loaded_dtype(dtype: str) -> torch.dtype:
+    return torch.float32 if dtype == "float64" else COMPUTE_DTYPES[dtype]
 
 
 def load_tokenizer(directory: Path) -> object:
@@ -146,8 +145,9 @@ def load_tokenizer(directory: Path) -> object:
 
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # Whatever a damaged file meets inside the library.
+        reason = " ".join(str(error).split())
         raise ValueError(
             "prompts must be lists of token ids for a checkpoint without a tokenizer, got strings "
-            f"({directory}: {error})"
+            f"({directory}: {reason})"
         ) from None

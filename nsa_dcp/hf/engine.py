@@ -20,7 +20,7 @@ class Request:
     """A prompt being served.
 
     prompt_ids: [n] int64. pages: widened pages, reserved for all it may generate.
-    cached: tokens whose latents and index keys are in the caches.
+    cached: tokens whose latents and index keys are in the caches. number: its place among the prompts.
     """
 
     prompt_ids: torch.Tensor
@@ -28,6 +28,7 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     cached: int = 0
     finished: bool = False
+    number: int = 0
 
     @property
     def in_prefill(self) -> bool:
@@ -41,25 +42,29 @@ class Request:
         return torch.tensor(self.output_ids[-1:])
 
 
-def model_shape(model_config: object) -> ModelShape:
-    """Read the dimensions that matter from a transformers config.
+def model_shape(model: nn.Module) -> ModelShape:
+    """Read the dimensions that matter from a transformers model, its own attention in place.
 
     Raises:
         NotImplementedError: the architecture, or its row format, is not served.
     """
-    architecture = (getattr(model_config, "architectures", None) or ["(none named)"])[0]
-    missing = [name for name in ("kv_lora_rank", "index_topk") if not hasattr(model_config, name)]
-    num_layers = getattr(model_config, "num_hidden_layers", 0)
-    indexer_types = getattr(model_config, "indexer_types", None) or ["full"] * num_layers
+    config = model.config
+    architecture = (getattr(config, "architectures", None) or ["(none named)"])[0]
+    missing = [name for name in ("kv_lora_rank", "index_topk") if not hasattr(config, name)]
+    # What the model built, not what a field says: DeepSeek's config class does not read `indexer_types`.
+    layers = getattr(getattr(model, "model", None), "layers", ())
+    attentions = [getattr(layer, "self_attn", None) for layer in layers]
     return ModelShape(
         architecture=architecture if not missing else f"{architecture} (without {', '.join(missing)})",
-        num_layers=num_layers,
-        num_heads=getattr(model_config, "num_attention_heads", 0),
-        kv_lora_rank=getattr(model_config, "kv_lora_rank", 0),
-        qk_rope_head_dim=getattr(model_config, "qk_rope_head_dim", 0),
-        index_head_dim=getattr(model_config, "index_head_dim", 0),
-        index_topk=getattr(model_config, "index_topk", 0),
-        indexer_layers=tuple(layer for layer, kind in enumerate(indexer_types) if kind == "full"),
+        num_layers=getattr(config, "num_hidden_layers", 0),
+        num_heads=getattr(config, "num_attention_heads", 0),
+        kv_lora_rank=getattr(config, "kv_lora_rank", 0),
+        qk_rope_head_dim=getattr(config, "qk_rope_head_dim", 0),
+        index_head_dim=getattr(config, "index_head_dim", 0),
+        index_topk=getattr(config, "index_topk", 0),
+        indexer_layers=tuple(
+            layer for layer, attention in enumerate(attentions) if getattr(attention, "indexer", None) is not None
+        ),
     )
 
 
@@ -75,9 +80,10 @@ class Engine:
             cache_config: what to cache and how much.
 
         Raises:
-            ValueError, NotImplementedError: the model cannot be served this way; see config.py.
+            ValueError, NotImplementedError: the model cannot be served this way; see config.py. Or the caches are too
+                large.
         """
-        shape = model_shape(model.config)
+        shape = model_shape(model)
         ranks.config.check_model(shape)
         self.model, self.ranks, self.cache_config = model, ranks, cache_config
         self.device = model.device
@@ -86,10 +92,16 @@ class Engine:
         if dtype == torch.float32 and model.dtype == torch.float64:
             dtype = torch.float64
         dcp = ranks.config.dcp_size
-        self.latents = LatentCache(shape.num_layers, size, dtype, self.device, dcp, ranks.dcp_rank)
         # A bf16 cache rounds the latents; index keys it keeps as the model computes them.
         index_dtype = dtype if dtype == torch.uint8 else model.dtype
-        self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, index_dtype, self.device, dcp)
+        try:
+            self.latents = LatentCache(shape.num_layers, size, dtype, self.device, dcp, ranks.dcp_rank)
+            self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, index_dtype, self.device, dcp)
+        except (RuntimeError, OverflowError, MemoryError, TypeError) as error:  # torch has one of each for too much
+            raise ValueError(
+                f"max_total_tokens must leave the caches within memory, got {cache_config.max_total_tokens} "
+                f"({str(error).splitlines()[0]})"
+            ) from None
         self.allocator = PageAllocator(size, dcp)
         for index, layer in enumerate(model.model.layers):
             layer.self_attn = DcpAttention(layer.self_attn, index, ranks, self.latents, self.index_keys)
@@ -171,7 +183,7 @@ class Engine:
         Raises:
             ValueError: a prompt does not fit the pool.
         """
-        requests = [Request(torch.tensor(prompt)) for prompt in prompts]
+        requests = [Request(torch.tensor(prompt), number=number) for number, prompt in enumerate(prompts)]
         waiting = list(requests) if max_new_tokens else []
         running: list[Request] = []
         prompt_tokens = sum(len(prompt) for prompt in prompts)

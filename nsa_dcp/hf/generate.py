@@ -8,14 +8,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
 from nsa_dcp.config import COMM_BACKENDS, KV_CACHE_DTYPES, MODES, SELECTIONS, CacheConfig, DcpConfig
 from nsa_dcp.cp_layout import STRATEGIES
-from nsa_dcp.dtype_argument import dtype_argument, dtype_metavar
 from nsa_dcp.layout import pages_for, widened_page_size
-from nsa_dcp.output_path import check_output_file
 
 _PROGRESS_EVERY_S = 2.0
 _LONGEST_TIMEOUT_S = 86400.0
+_NOT_FINITE_ADVICE = "; the weights are finite, so some value inside the model overflows its dtype or divides by zero"
 _DTYPES = ("auto", "float64", "float32", "bf16")
 
 
@@ -81,7 +81,7 @@ def run_generate(args: argparse.Namespace) -> int:
     Raises:
         ValueError, NotImplementedError, RuntimeError: refused or failed; the message says why.
     """
-    from nsa_dcp.hf.checkpoint import read_context_length, read_shape, resolve_checkpoint
+    from nsa_dcp.hf.checkpoint import open_checkpoint, resolve_checkpoint
     from nsa_dcp.launcher import run_ranks
 
     config = DcpConfig(
@@ -95,6 +95,8 @@ def run_generate(args: argparse.Namespace) -> int:
     for name in ("max_new_tokens", "chunked_prefill_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+    if not -(2**63) <= args.seed < 2**63:
+        raise ValueError(f"seed must be an integer of 64 bits, got {args.seed}")
     if not 0 < args.timeout <= _LONGEST_TIMEOUT_S:
         raise ValueError(f"timeout must be above 0 and at most {_LONGEST_TIMEOUT_S:g}, got {args.timeout:g}")
     if args.device == "cuda":
@@ -107,13 +109,14 @@ def run_generate(args: argparse.Namespace) -> int:
         )
     written = read_prompts(args.prompts)
     directory = resolve_checkpoint(args.model, args.seed)
-    shape, eos_ids, vocab_size = read_shape(directory)
-    config.check_model(shape)
-    prompts = tokenize_prompts(written, directory, vocab_size)
-    check_lengths(prompts, args.max_new_tokens, read_context_length(directory))
+    checkpoint = open_checkpoint(directory)
+    config.check_model(checkpoint.shape)
+    prompts = tokenize_prompts(written, directory, checkpoint.vocab_size)
+    check_lengths(prompts, args.max_new_tokens, checkpoint.context_length)
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bf16" if args.device == "cuda" else "float32" if args.kv_cache_dtype == "float32" else "float64"
+    checkpoint.check_values(dtype)
     pool = _tokens_at_once(prompts, args, config) if args.max_total_tokens is None else args.max_total_tokens
     job = GenerateJob(
         directory=directory,
@@ -123,15 +126,19 @@ def run_generate(args: argparse.Namespace) -> int:
         cache=CacheConfig(args.kv_cache_dtype, pool),
         prompts=prompts,
         max_new_tokens=args.max_new_tokens,
-        chunked_prefill_size=args.chunked_prefill_size,
-        eos_ids=frozenset() if args.ignore_eos else eos_ids,
+        # What exceeds all prompts changes nothing, and need not fit a tensor's index.
+        chunked_prefill_size=min(args.chunked_prefill_size, sum(map(len, prompts))),
+        eos_ids=frozenset() if args.ignore_eos else checkpoint.eos_ids,
         cuda_graph=args.device == "cuda" and not args.disable_cuda_graph,
         timeout_s=args.timeout,
     )
     started = time.perf_counter()
     ranks = run_ranks(generate_on_rank, config.tp_size, (job,), args.device, args.timeout, on_message=_Progress().show)
     outputs = ranks[0]["output_ids"]
-    difference = check_job(job, outputs) if args.check else None
+    not_finite = ranks[0].get("not_finite", {})
+    if not_finite and not args.check:
+        raise RuntimeError(f"{_describe_not_finite(not_finite)}, so its tokens would mean nothing{_NOT_FINITE_ADVICE}")
+    difference = check_job(job, outputs, not_finite) if args.check else None
     report = {
         "model": args.model,
         "mode": config.mode,
@@ -172,7 +179,7 @@ def generate_on_rank(rank: int, send, job: GenerateJob) -> dict:
     import torch
 
     from nsa_dcp.hf.checkpoint import load_model
-    from nsa_dcp.hf.engine import Engine
+    from nsa_dcp.hf.engine import Engine, Request
     from nsa_dcp.hf.ranks import join_groups
     from nsa_dcp.hf.static_decode import StaticDecode
 
@@ -183,19 +190,38 @@ def generate_on_rank(rank: int, send, job: GenerateJob) -> dict:
     if job.cuda_graph:
         longest = max(len(prompt) for prompt in job.prompts) + job.max_new_tokens - 1
         run_decode = StaticDecode(engine, len(job.prompts), longest).forward
+    not_finite: dict[int, int] = {}
+
+    def look_at(request: Request, logits: torch.Tensor) -> None:
+        if not logits.isfinite().all():
+            not_finite.setdefault(request.number, len(request.output_ids))
+
     output_ids = engine.generate(
         job.prompts,
         job.max_new_tokens,
         job.chunked_prefill_size,
         job.eos_ids,
         on_progress=(lambda *numbers: send(numbers)) if rank == 0 else None,
+        on_logits=look_at,
         run_decode=run_decode,
     )
-    return {"output_ids": output_ids, "usage": engine.usage()}
+    return {"output_ids": output_ids, "usage": engine.usage(), "not_finite": not_finite}
 
 
-def check_job(job: GenerateJob, outputs: list[list[int]]) -> str | None:
-    """Compare with the unmodified model. Returns the first difference in words, or None."""
+def check_job(job: GenerateJob, outputs: list[list[int]], not_finite: dict[int, int]) -> str | None:
+    """Compare with the unmodified model.
+
+    Args:
+        job: what was run.
+        outputs: generated ids of each prompt.
+        not_finite: prompt number -> generated token whose logits were not finite first.
+
+    Returns:
+        The first difference in words, or None.
+
+    Raises:
+        RuntimeError: the unmodified model's logits are not finite, so that there is nothing to compare with.
+    """
     import torch
 
     from nsa_dcp.hf.checkpoint import load_model
@@ -203,13 +229,32 @@ def check_job(job: GenerateJob, outputs: list[list[int]]) -> str | None:
 
     model = load_model(job.directory, job.dtype, torch.device(job.device))
     for number, (prompt, output) in enumerate(zip(job.prompts, outputs)):
+        finite: list[bool] = []
         expected = generate_unmodified(
-            model, prompt, job.max_new_tokens, job.eos_ids, kv_cache_dtype=job.cache.kv_cache_dtype
+            model,
+            prompt,
+            job.max_new_tokens,
+            job.eos_ids,
+            kv_cache_dtype=job.cache.kv_cache_dtype,
+            on_logits=lambda logits, finite=finite: finite.append(bool(logits.isfinite().all())),
         )
+        if not all(finite):
+            theirs = _describe_not_finite({number: finite.index(False)})
+            ours = "nor are nsa-dcp's" if number in not_finite else "nsa-dcp's are"
+            raise RuntimeError(
+                f"of the unmodified model {theirs}, {ours}: there is nothing to compare with{_NOT_FINITE_ADVICE}"
+            )
+        if number in not_finite:
+            return f"{_describe_not_finite({number: not_finite[number]})}, the unmodified model's are"
         difference = first_difference(output, expected)
         if difference:
             return f"prompt {number} ({len(prompt)} tokens): {difference}"
     return None
+
+
+def _describe_not_finite(not_finite: dict[int, int]) -> str:
+    number = min(not_finite)
+    return f"the logits of generated token {not_finite[number]} of prompt {number} are not finite"
 
 
 def first_difference(output: list[int], expected: list[int]) -> str | None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from nsa_dcp import comm, cp_layout
+from nsa_dcp.cp_dcp import GatheredPages, plan_pages
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.layout import index_page_table, pages_for, slots_at
-from nsa_dcp.prefill import GatheredPages, plan_pages
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ def _round_bf16(x: torch.Tensor) -> torch.Tensor:
 def _round_fp8(x: torch.Tensor, group: int) -> torch.Tensor:
     values = x.float().unflatten(-1, (-1, group))
     step = values.abs().max(dim=-1, keepdim=True).values / 448
+    # A group of zeros, or so small that no normal step would reach it, is kept as zeros.
+    step = step.masked_fill(step < torch.finfo(torch.float32).tiny, 1)
     inverse = 1 / step
     return ((values * inverse).to(torch.float8_e4m3fn).float() * step).flatten(-2).to(x.dtype)
 

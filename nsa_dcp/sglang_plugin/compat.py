@@ -346,6 +346,20 @@ def check_symbols() -> None:
         )
 
 
+def require(condition: bool, needed: str, found: object) -> None:
+    """Raise unless a condition holds, in one sentence; raised in the factory it stops the server.
+
+    Args:
+        condition: what was checked.
+        needed, found: what nsa-dcp needs, and what is there.
+
+    Raises:
+        RuntimeError: the condition does not hold.
+    """
+    if not condition:
+        raise RuntimeError(f"nsa-dcp needs {needed}, found {found}; serve without --dcp-size, or report this")
+
+
 def _difference(symbol: Symbol) -> str | None:
     module, _, name = symbol.path.partition(":")
     try:

@@ -25,7 +25,7 @@ class BackendFactory:
 
     def __call__(self, model_runner: Any) -> Any:
         """Return the attention backend of a model runner. Errors: as `startup.build_backend`."""
-        from nsa_dcp.sglang_plugin.startup import build_backend
+        from nsa_dcp.sglang_plugin.startup.startup import build_backend
 
         return build_backend(model_runner, self.stock)
 

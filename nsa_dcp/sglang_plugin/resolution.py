@@ -12,17 +12,18 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from nsa_dcp.pipeline import PARTITION_VARIABLE
-from nsa_dcp.sglang_plugin.server_settings import Problem, is_foreign_draft, settle_typed
-from nsa_dcp.sglang_plugin.validation import (
+from nsa_dcp.planning.dimensions import dims_from_config
+from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.sglang_plugin.admission.server_settings import Problem, is_foreign_draft, settle_typed
+from nsa_dcp.sglang_plugin.admission.validation import (
     HOPPER,
     SPARSE_BACKEND,
     ModelFacts,
     ServerSettings,
-    concerns_us,
     describe_problems,
     find_problems,
     find_typed_problems,
+    is_served_here,
 )
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) 
     from nsa_dcp.sglang_plugin.compat import check_version
 
     settings, model, capability = read_command(server_args, typed=True)
-    ours = concerns_us(settings, model, capability)
+    ours = is_served_here(settings, model, capability)
     if ours:
         check_version()
         refuse(find_typed_problems(settings, model, capability), settings.dcp_size)
@@ -88,14 +89,22 @@ def check_resolved_settings(server_args: Any, previous: Callable[[Any], None]) -
     """
     previous(server_args)
     settings, model, capability = read_command(server_args)
-    if not concerns_us(settings, model, capability):
+    if not is_served_here(settings, model, capability):
         return
     check_command(settings, model, capability)
+    _check_served_dims(server_args)
     if server_args.kv_cache_dtype == "auto":
         logger.warning(
             "nsa-dcp: --kv-cache-dtype auto became %s (1,152 bytes a token and layer); fp8_e4m3 takes 656.",
             settings.kv_cache_dtype,
         )
+
+
+def _check_served_dims(server_args: Any) -> None:
+    """Read what the start-up line will read: a field that cannot be read is said before the weights are loaded."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    dims_from_config(model_config_of(server_args).hf_config.to_dict(), name="served", source=server_args.model_path)
 
 
 def check_command(settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None) -> None:

@@ -16,6 +16,8 @@ _OURS = ("nsa_dcp", "nsa_dcp_kernels")
 @contextlib.contextmanager
 def poisoned_allocations() -> Iterator[None]:
     """Poison what `torch.empty` and its kin return to our packages. Also a decorator, for what ranks run."""
+    with torch.device("cpu"):
+        torch.zeros(0)  # torch notes which functions a default device is for at its first use: before they are replaced
     with (
         mock.patch.object(torch, "empty", _poisoning(torch.empty)),
         mock.patch.object(torch, "empty_like", _poisoning(torch.empty_like)),

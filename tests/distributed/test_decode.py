@@ -7,13 +7,13 @@ import torch
 
 from nsa_dcp import comm
 from nsa_dcp.config import COMM_BACKENDS
-from nsa_dcp.decode import attend_sharded
 from nsa_dcp.launcher import run_ranks
 from nsa_dcp.layout import local_seq_lens, slots_at
 from nsa_dcp.testing.assertions import assert_bitwise_equal, assert_close, assert_lse_close
 from nsa_dcp.testing.batch import PRECISIONS, draw_batch, latents_as_stored
 from nsa_dcp.testing.oracle import attend_dense, deal_slots
 from nsa_dcp.testing.poisoned_memory import poisoned_allocations
+from nsa_dcp.tp_dcp import attend_sharded
 from nsa_dcp_kernels import attend_selection, localize_selection
 
 SCALE = 0.05

@@ -5,15 +5,15 @@ import torch
 
 from nsa_dcp import comm, cp_layout
 from nsa_dcp.cache import LatentCache
-from nsa_dcp.decode import attend_sharded
+from nsa_dcp.cp_dcp import gather_rows, localize_gathered, plan_pages
 from nsa_dcp.launcher import run_ranks
 from nsa_dcp.layout import slots_at
-from nsa_dcp.prefill import gather_rows, localize_gathered, plan_pages
 from nsa_dcp.testing.assertions import assert_bitwise_equal, assert_close
 from nsa_dcp.testing.batch import PAGE, PRECISIONS, draw_batch, latents_as_stored
 from nsa_dcp.testing.cases import poison_
 from nsa_dcp.testing.oracle import attend_dense
 from nsa_dcp.testing.poisoned_memory import poisoned_allocations
+from nsa_dcp.tp_dcp import attend_sharded
 from nsa_dcp_kernels import attend_selection, localize_selection, pack_latent, reference
 
 SCALE = 0.05

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DeepseekV32Config, GlmMoeDsaConfig
 
-from nsa_dcp.model_dims import PRESETS, indexer_layers, preset_dims
+from nsa_dcp.planning.dimensions import PRESETS, indexer_layers, preset_dims
 
 
 @given(num_layers=st.integers(1, 100), freq=st.integers(1, 9), offset=st.integers(1, 9))

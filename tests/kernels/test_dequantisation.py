@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_dcp.capacity import MOST_DEQUANTISED_BYTES
+from nsa_dcp.planning.capacity import MOST_DEQUANTISED_BYTES
 from nsa_dcp.testing.assertions import assert_bitwise_equal
 from nsa_dcp_kernels import reference
 from nsa_dcp_kernels._triton.latent_dequant import dequantise_latent

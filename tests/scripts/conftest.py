@@ -1,15 +1,10 @@
-"""The scripts' own modules, and a small real OpenAI-compatible streaming server on the loopback interface."""
+"""A small real OpenAI-compatible streaming server on the loopback interface."""
 
 import http.server
 import json
-import sys
 import threading
-from pathlib import Path
 
 import pytest
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
 
 
 class StreamingServer(http.server.ThreadingHTTPServer):

@@ -2,12 +2,12 @@
 
 import json
 
-import bench_collectives
-import collective_bench_cases as cases
 import pytest
 
-from nsa_dcp.model_dims import preset_dims
-from nsa_dcp.step_inputs import measured_inputs, override_inputs
+from nsa_dcp.planning.dimensions import preset_dims
+from nsa_dcp.planning.step_inputs import measured_inputs, override_inputs
+from scripts.benchmarks.collectives import bench as bench_collectives
+from scripts.benchmarks.collectives import cases
 
 GLM = preset_dims("glm-5.2")
 

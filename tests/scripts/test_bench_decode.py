@@ -3,10 +3,16 @@
 import time
 from dataclasses import replace
 
-import bench_decode
 import pytest
 import torch
-from decode_bench_cases import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsa_dcp.indexer import select_positions
+from nsa_dcp.planning.dimensions import preset_dims
+from nsa_dcp_kernels import LocalSelection, _flash_mla, attend_sparse
+from scripts.benchmarks.decode_step import bench as bench_decode
+from scripts.benchmarks.decode_step.cases import (
     INDEX_PAGE_BYTES,
     LATENT_PAGE_BYTES,
     DecodeCase,
@@ -21,15 +27,9 @@ from decode_bench_cases import (
     sum_model,
     window_starts,
 )
-from decode_bench_rank import RankSettings
-from decode_bench_report import format_report
-from decode_bench_step import SETS, DecodeCaches, RankStep
-from hypothesis import given
-from hypothesis import strategies as st
-
-from nsa_dcp.indexer import select_positions
-from nsa_dcp.model_dims import preset_dims
-from nsa_dcp_kernels import LocalSelection, _flash_mla, attend_sparse
+from scripts.benchmarks.decode_step.rank import RankSettings
+from scripts.benchmarks.decode_step.report import format_report
+from scripts.benchmarks.decode_step.step import SETS, DecodeCaches, RankStep
 
 GLM, DEEPSEEK = preset_dims("glm-5.2"), preset_dims("deepseek-v3.2")
 # The last layer that owns an indexer shares its selection with two more.

@@ -3,14 +3,19 @@
 import json
 from dataclasses import replace
 
-import bench_prefill
 import pytest
 import torch
-from decode_bench_cases import DecodeCase
-from decode_bench_cases import received_bytes as received_in_decode
 from hypothesis import given
 from hypothesis import strategies as st
-from prefill_bench_cases import (
+
+from nsa_dcp.layout import owner_of
+from nsa_dcp.planning.dimensions import preset_dims
+from nsa_dcp.planning.step_model import DecodeSetup, measured_inputs, override_inputs, predict_step
+from nsa_dcp_kernels import _flash_mla, gather_pages
+from scripts.benchmarks.decode_step.cases import DecodeCase
+from scripts.benchmarks.decode_step.cases import received_bytes as received_in_decode
+from scripts.benchmarks.prefill_chunk import bench as bench_prefill
+from scripts.benchmarks.prefill_chunk.cases import (
     MODES,
     PER_SELECTION,
     Crossover,
@@ -23,12 +28,7 @@ from prefill_bench_cases import (
     received_bytes,
     sum_layers,
 )
-from prefill_bench_rank import RankChunk, draw_positions
-
-from nsa_dcp.layout import owner_of
-from nsa_dcp.model_dims import preset_dims
-from nsa_dcp.step_model import DecodeSetup, measured_inputs, override_inputs, predict_step
-from nsa_dcp_kernels import _flash_mla, gather_pages
+from scripts.benchmarks.prefill_chunk.rank import RankChunk, draw_positions
 
 GLM, DEEPSEEK = preset_dims("glm-5.2"), preset_dims("deepseek-v3.2")
 TINY = replace(GLM, num_attention_heads=8, index_topk=64, index_n_heads=4, name="tiny")

@@ -5,18 +5,15 @@ import socket
 import sys
 import time
 
-import bench_server
-import mid_size_model
-import one_gpu_serve
 import pytest
-import random_weights
-import server_bench_cases as cases
-import server_bench_probe as probe
-import server_bench_report
 import torch
 
-from nsa_dcp.capacity import bytes_per_token
-from nsa_dcp.model_dims import dims_from_config, preset_dims
+from nsa_dcp.planning.capacity import bytes_per_token
+from nsa_dcp.planning.dimensions import dims_from_config, preset_dims
+from scripts.benchmarks.servers import bench as bench_server
+from scripts.benchmarks.servers import cases, mid_size_model, probe, random_weights
+from scripts.benchmarks.servers import report as server_bench_report
+from scripts.served_checks import ask_servers
 
 # Logs like sglang 0.5.23 while a batch decodes; admits at most LIMIT requests, dies when asked for KILL_AT of them.
 FAKE_SERVER = """
@@ -198,7 +195,7 @@ def test_a_stock_server_has_random_weights_too(tmp_path):
 @pytest.mark.parametrize("config", ["dcp2", "tp2", "tp2-dcp", "tp2-dcp2x"])
 def test_a_config_without_sizes_is_refused(config):
     with pytest.raises(ValueError, match="config must begin with tpN-dcpM"):
-        one_gpu_serve.parse_sizes(config)
+        ask_servers.parse_sizes(config)
 
 
 def test_cases_over_the_pool_are_skipped_with_the_reason_and_the_largest_batch_is_added():

@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
-import bench_trace
 import pytest
+
+from scripts.benchmarks.agent_traces import bench as bench_trace
 
 
 def write_trace(path, sessions=2, turns=5):
@@ -184,7 +186,7 @@ def test_a_page_escapes_what_the_server_says(bench, server, tmp_path):
 def test_misuse_is_one_sentence_and_status_2(bench, server, argv, message):
     status, report, out, err = bench(*argv)
     assert (status, report, out, err.count("\n")) == (2, None, "", 1)
-    assert err.startswith("bench_trace: ") and message in err
+    assert err.startswith("benchmarks.agent_traces: ") and message in err
     assert not server.requests
 
 
@@ -215,7 +217,8 @@ def test_an_interrupt_keeps_the_partial_report(server, tmp_path):
     trace = write_trace(tmp_path / "trace.json")
     command = [
         sys.executable,
-        bench_trace.__file__,
+        "-m",
+        bench_trace.__name__,
         "--url",
         server.url,
         "--trace",
@@ -224,7 +227,11 @@ def test_an_interrupt_keeps_the_partial_report(server, tmp_path):
         tmp_path / "out",
     ]
     running = subprocess.Popen(
-        [*map(str, command), "--concurrency", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*map(str, command), "--concurrency", "1"],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert reached.wait(30)
     running.send_signal(signal.SIGINT)

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 
-import compare_step_model
-import mid_size_model
 import pytest
 
-from nsa_dcp.model_dims import dims_from_config
-from nsa_dcp.step_inputs import measured_inputs
-from nsa_dcp.step_model import DecodeSetup, predict_step
+from nsa_dcp.planning.dimensions import dims_from_config
+from nsa_dcp.planning.step_inputs import measured_inputs
+from nsa_dcp.planning.step_model import DecodeSetup, predict_step
+from scripts.benchmarks.servers import compare_step_model, mid_size_model
 
 DIMS = dataclasses.replace(
     dims_from_config(mid_size_model.mid_size_config(), name="mid-size"), expert_bytes=2.0, dense_bytes=2.0

@@ -3,8 +3,9 @@
 import json
 import math
 
-import gsm8k_report
 import pytest
+
+from scripts import gsm8k_report
 
 
 def metrics_file(path, **fields):

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kernel_classes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from scripts.benchmarks.servers import kernel_classes
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,8 @@ def test_the_command_reports_each_rank_s_file(tmp_path):
         paths.append(tmp_path / f"TP-{rank}.trace.json.gz")
         with gzip.open(paths[-1], "wt") as file:
             json.dump({"traceEvents": events}, file)
-    command = [sys.executable, str(SCRIPTS / "one_gpu_profile.py"), *map(str, paths), "--steps", "2"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-m", "scripts.benchmarks.servers.summarise_trace", *map(str, paths), "--steps", "2"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "TP-0.trace.json.gz" in text and "TP-1.trace.json.gz" in text
     assert "| NCCL all-gather | 0.5 | 5.0 | 50.0% | 5.0 | 0.0 |" in text
     assert "| NCCL all-gather | 0.5 | 10.0 | 66.7% | 10.0 | 0.0 |" in text

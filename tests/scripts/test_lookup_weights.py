@@ -1,11 +1,10 @@
 """The checkpoint of the one-GPU servers: its answers are no ties, and depend on all of its attention."""
 
-import lookup_weights
-import one_gpu_model
-import one_gpu_serve
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+
+from scripts.served_checks import ask_servers, lookup_weights, write_checkpoint
 
 LENGTHS = (1, 2, 9, 65, 300)
 STEPS = 8
@@ -14,7 +13,7 @@ STEPS = 8
 @pytest.fixture(scope="module", params=["glm", "deepseek", "glm-moe", "deepseek-moe"])
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    one_gpu_model.write_checkpoint(folder, request.param)
+    write_checkpoint.write_checkpoint(folder, request.param)
     return folder
 
 
@@ -23,7 +22,7 @@ def answer(checkpoint, dtype, hide=lambda positions: positions < 0):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager").eval()
     answers, best = [], []
     for length in LENGTHS:
-        ids = torch.tensor([one_gpu_serve.prompt(length, 4)])
+        ids = torch.tensor([ask_servers.prompt(length, 4)])
         seen = (~hide(torch.arange(length))).long().unsqueeze(0)
         cache = None
         for _ in range(STEPS):
@@ -39,7 +38,7 @@ def answer(checkpoint, dtype, hide=lambda positions: positions < 0):
 
 
 def test_the_prompts_are_of_the_model_s_vocabulary():
-    assert (one_gpu_model.COMMON["vocab_size"], lookup_weights.BOS) == (one_gpu_serve.VOCAB, one_gpu_serve.BOS)
+    assert (write_checkpoint.COMMON["vocab_size"], lookup_weights.BOS) == (ask_servers.VOCAB, ask_servers.BOS)
 
 
 def test_no_answer_is_a_close_call_and_bfloat16_gives_the_same(checkpoint):

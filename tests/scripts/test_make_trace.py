@@ -3,9 +3,10 @@
 import json
 import statistics
 
-import make_trace
 import pytest
-from trace_dataset import read_trace
+
+from scripts.benchmarks.agent_traces import make_trace
+from scripts.benchmarks.agent_traces.dataset import read_trace
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,16 @@ MISSING = "/nowhere/at/all"
 @pytest.mark.parametrize(
     ("script", "argv", "option"),
     [
-        ("bench_collectives", ["glm-5.2", "--device", "cpu", "--json", f"{MISSING}/x.json"], "--json"),
-        ("bench_collectives", ["glm-5.2", "--json", "x.json", "--tables", f"{MISSING}/x.json"], "--tables"),
-        ("bench_decode", ["--json", f"{MISSING}/x.json"], "--json"),
-        ("bench_kernels", ["--json", f"{MISSING}/x.json"], "--json"),
-        ("bench_prefill", ["--json", f"{MISSING}/x.json"], "--json"),
-        ("compare_step_model", ["glm-5.2", "bench.json", "--json", f"{MISSING}/x.json"], "--json"),
-        ("make_trace", ["--out", f"{MISSING}/x.json"], "--out"),
-        ("one_gpu_compare", ["a.json", "b.json", "--rounding", "0", "--out", f"{MISSING}/x.md"], "--out"),
-        ("bench_server", ["model", "FILE/out", "--config", "tp1-dcp1"], "out"),
-        ("mid_size_model", ["FILE/out"], "out"),
+        ("benchmarks.collectives.bench", ["glm-5.2", "--device", "cpu", "--json", f"{MISSING}/x.json"], "--json"),
+        ("benchmarks.collectives.bench", ["glm-5.2", "--json", "x.json", "--tables", f"{MISSING}/x.json"], "--tables"),
+        ("benchmarks.decode_step.bench", ["--json", f"{MISSING}/x.json"], "--json"),
+        ("benchmarks.kernels.bench", ["--json", f"{MISSING}/x.json"], "--json"),
+        ("benchmarks.prefill_chunk.bench", ["--json", f"{MISSING}/x.json"], "--json"),
+        ("benchmarks.servers.compare_step_model", ["glm-5.2", "bench.json", "--json", f"{MISSING}/x.json"], "--json"),
+        ("benchmarks.agent_traces.make_trace", ["--out", f"{MISSING}/x.json"], "--out"),
+        ("served_checks.compare_answers", ["a.json", "b.json", "--rounding", "0", "--out", f"{MISSING}/x.md"], "--out"),
+        ("benchmarks.servers.bench", ["model", "FILE/out", "--config", "tp1-dcp1"], "out"),
+        ("benchmarks.servers.mid_size_model", ["FILE/out"], "out"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -33,7 +33,7 @@ def test_a_place_that_cannot_be_written_is_refused_by_option_and_path(
     monkeypatch.chdir(tmp_path)
     status = None
     try:
-        status = importlib.import_module(script).main()
+        status = importlib.import_module(f"scripts.{script}").main()
     except SystemExit as stop:
         status = stop.code
     said = status if isinstance(status, str) else capsys.readouterr().err.strip().splitlines()[-1]

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from trace_dataset import Session, read_trace
+
+from scripts.benchmarks.agent_traces.dataset import Session, read_trace
 
 GOOD = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
 

@@ -5,18 +5,12 @@ import dataclasses
 import importlib.util
 import json
 import os
-import socket
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nsa_dcp.pipeline import PARTITION_VARIABLE
-
-# What several files use stands beside them; the scripts import each other.
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "scripts")]
+from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 if HAS_SGLANG and not torch.cuda.is_available():
@@ -179,8 +173,9 @@ def publish_rank():
 @pytest.fixture
 def make_rank(publish_rank):
     """A function that builds sglang's own pool and allocator for one rank of a DCP group."""
-    from served_parts import make_pool
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+    from tests.sglang.served_parts import make_pool
 
     def build(dcp_size, dcp_rank, kv_format="fp8", size=128, skip_topk_layers=None):
         publish_rank(dcp_size, dcp_rank)
@@ -192,10 +187,3 @@ def make_rank(publish_rank):
         return Rank(dcp_size, dcp_rank, pool, allocator)
 
     return build
-
-
-@pytest.fixture
-def unused_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

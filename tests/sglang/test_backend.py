@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from served_parts import make_layer
 
 from nsa_dcp_kernels import attend_sparse, merge_partials
+from tests.sglang.served_parts import make_layer
 
 pytestmark = pytest.mark.sglang
 
@@ -22,7 +22,7 @@ def make_backend(make_rank):
     """A function that builds one rank's backend around a real pool. Its constructor would need a GPU."""
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
 
-    from nsa_dcp.sglang_plugin.backend import DcpDeepseekSparseAttnBackend, SharedSelection
+    from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend, SharedSelection
 
     def build(dcp_size, dcp_rank, kv_format="fp8", fused_topk=True):
         rank = make_rank(dcp_size, dcp_rank, kv_format)
@@ -214,7 +214,7 @@ def test_the_kernel_is_tried_before_anything_is_served(make_backend, kv_format):
 
 @pytest.mark.parametrize(("out", "lse"), [(0.0, math.inf), (0.0, 0.0), (math.nan, -math.inf), (1.0, -math.inf)])
 def test_a_kernel_that_answers_for_nothing_is_refused(make_backend, monkeypatch, out, lse):
-    from nsa_dcp.sglang_plugin import backend as module
+    from nsa_dcp.sglang_plugin.attention import backend as module
 
     backend = make_backend(4, 2, "bfloat16")
     answer = torch.full((1, HEADS, 512), out), torch.full((1, HEADS), lse)
@@ -235,7 +235,7 @@ class Localised:
 
 
 def test_consecutive_layers_localise_a_shared_selection_once():
-    from nsa_dcp.sglang_plugin.backend import SharedSelection
+    from nsa_dcp.sglang_plugin.attention.backend import SharedSelection
 
     shared, slots, metadata, localise = SharedSelection(), torch.zeros(2, 4, dtype=torch.int32), object(), Localised()
     results = [shared.prepare(slots, layer_id, metadata, localise) for layer_id in (3, 4, 5)]
@@ -249,7 +249,7 @@ def test_consecutive_layers_localise_a_shared_selection_once():
     ids=["another-selection", "another-forward", "same-layer-again", "a-layer-between", "first-layer-again"],
 )
 def test_anything_else_is_localised_anew(slots_alike, metadata_alike, next_layer):
-    from nsa_dcp.sglang_plugin.backend import SharedSelection
+    from nsa_dcp.sglang_plugin.attention.backend import SharedSelection
 
     shared, slots, metadata, localise = SharedSelection(), torch.zeros(2, 4, dtype=torch.int32), object(), Localised()
     shared.prepare(slots, 3, metadata, localise)
@@ -259,7 +259,7 @@ def test_anything_else_is_localised_anew(slots_alike, metadata_alike, next_layer
 
 
 def test_cache_rows_are_views():
-    from nsa_dcp.sglang_plugin.backend import cache_rows
+    from nsa_dcp.sglang_plugin.attention.backend import cache_rows
 
     packed = torch.zeros(8, 1, 656, dtype=torch.uint8)
     rows = cache_rows(packed.view(torch.float8_e4m3fn))

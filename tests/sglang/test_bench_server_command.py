@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
 
 pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture
 def mid_size(tmp_path):
-    from mid_size_model import mid_size_config
+    from scripts.benchmarks.servers.mid_size_model import mid_size_config
 
     config = mid_size_config()
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -36,12 +35,12 @@ def mid_size(tmp_path):
     ],
 )
 def test_sglang_accepts_the_command_and_the_model(parse_server_args, mid_size, config):
-    from one_gpu_serve import parse_sizes
-    from server_bench_cases import bench_command, pool_rows
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.configs.model_config import ModelConfig, dsa_layer_skips_topk, is_deepseek_dsa
 
-    from nsa_dcp.model_dims import read_config
+    from nsa_dcp.planning.dimensions import read_config
+    from scripts.benchmarks.servers.cases import bench_command, pool_rows
+    from scripts.served_checks.server_config import parse_sizes
 
     folder, fields = mid_size
     tp_size, dcp_size = parse_sizes(config)
@@ -83,12 +82,12 @@ if __name__ == "__main__":
 
 
 def test_the_ranks_fill_in_random_weights_and_the_launcher_imports_no_model(tmp_path):
-    import server_process
+    from scripts.served_checks import server_process
 
-    server_process.write_entry_points(tmp_path, random_weights="random_weights:register")
+    server_process.write_entry_points(tmp_path, random_weights="scripts.benchmarks.servers.random_weights:register")
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, [tmp_path, ROOT / "scripts"])),
+        "PYTHONPATH": os.pathsep.join(map(str, [tmp_path, ROOT])),
         "SGLANG_PLUGINS": "random_weights",
     }
     command = [sys.executable, str(tmp_path / "program.py")]

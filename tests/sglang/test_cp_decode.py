@@ -2,9 +2,10 @@
 
 from types import SimpleNamespace
 
-import cp_simulation as simulation
 import pytest
 import torch
+
+from tests.sglang import cp_simulation as simulation
 
 pytestmark = pytest.mark.sglang
 
@@ -142,7 +143,7 @@ def test_layers_that_share_a_short_chunks_selection_agree_on_it_once(make_cp_bac
 
 @pytest.mark.parametrize("kv_format", ["fp8", "bfloat16"])
 def test_the_launches_over_a_packed_cache_are_planned_with_the_selection(make_cp_backend, monkeypatch, kv_format):
-    from nsa_dcp.sglang_plugin import backend as module
+    from nsa_dcp.sglang_plugin.attention import backend as module
     from nsa_dcp_kernels import localize_selection
 
     planned = []

@@ -7,11 +7,12 @@ test_row_split_verify.py.
 
 from types import SimpleNamespace
 
-import decode_metadata as decode
 import pytest
-import test_row_split_decode as row_split_decode
-import test_row_split_verify as row_split_verify
 import torch
+
+from tests.sglang import decode_metadata as decode
+from tests.sglang import test_row_split_decode as row_split_decode
+from tests.sglang import test_row_split_verify as row_split_verify
 
 pytestmark = pytest.mark.sglang
 
@@ -52,7 +53,7 @@ def backend(played, num_drafts):
     from sglang.srt.environ import envs
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
 
-    from nsa_dcp.sglang_plugin.cp_backend import CpDcpSparseAttnBackend
+    from nsa_dcp.sglang_plugin.attention.cp_backend import CpDcpSparseAttnBackend
 
     was_set = envs.SGLANG_OPT_USE_TOPK_V2.is_set()
     envs.SGLANG_OPT_USE_TOPK_V2.set(True)
@@ -68,7 +69,7 @@ def make_ranks(indexer):
     """A function that returns every rank's `_get_topk_paged`, as the factory leaves it, and the broadcasts."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    from nsa_dcp.sglang_plugin.selection_agreement import select_alike_in_decode
+    from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_in_decode
 
     def make(world_size):
         gathers, broadcasts, ranks = decode.RelayedGather(world_size), RelayedBroadcast(), []

@@ -2,9 +2,10 @@
 
 from types import SimpleNamespace
 
-import cp_simulation as simulation
 import pytest
 import torch
+
+from tests.sglang import cp_simulation as simulation
 
 pytestmark = pytest.mark.sglang
 
@@ -70,14 +71,14 @@ MODES = ("DECODE", "TARGET_VERIFY", "EXTEND", "MIXED")
 def test_the_model_gathers_and_merges_nothing_once_it_is_told(make_cp_backend, make_attention):
     from sglang.srt.runtime_context import get_parallel
 
-    from nsa_dcp.sglang_plugin.cp_startup import leave_dcp_to_the_backend
+    from nsa_dcp.sglang_plugin.startup.cp_startup import hide_dcp_from_layers
 
     make_cp_backend(simulation.RelayedGroup(4).rank(1))
     attention = make_attention()
     # What stock sglang would do: gather the heads of different tokens, of which every rank has all.
     assert all(attention.is_dcp_mla_decode_phase(mode(name)) for name in MODES)
     assert attention.attn_mqa_for_dcp_decode.tp_q_head_num == 4 * HEADS
-    leave_dcp_to_the_backend(torch.nn.ModuleList([attention]), HEADS)
+    hide_dcp_from_layers(torch.nn.ModuleList([attention]), HEADS)
     assert not any(attention.is_dcp_mla_decode_phase(mode(name)) for name in MODES)
     assert not attention.is_dcp_q_replicate_phase(mode("DECODE"))
     # The pools and the groups do not ask the layers.
@@ -94,13 +95,13 @@ def test_the_model_gathers_and_merges_nothing_once_it_is_told(make_cp_backend, m
     ids=["has-run", "replicated", "sliced"],
 )
 def test_a_model_that_is_not_as_expected_is_left_as_it_was(make_cp_backend, make_attention, spoil, sentence):
-    from nsa_dcp.sglang_plugin.cp_startup import leave_dcp_to_the_backend
+    from nsa_dcp.sglang_plugin.startup.cp_startup import hide_dcp_from_layers
 
     make_cp_backend(simulation.RelayedGroup(2).rank(0))
     layers = torch.nn.ModuleList([make_attention(), make_attention()])
     spoil(layers[1])
     with pytest.raises(RuntimeError, match=sentence):
-        leave_dcp_to_the_backend(layers, HEADS)
+        hide_dcp_from_layers(layers, HEADS)
     assert [layer.dcp_size for layer in layers] == [2, 2]
 
 
@@ -128,7 +129,7 @@ def test_what_the_backend_returns_is_what_the_model_projects(make_cp_backend, ma
     from sglang.srt.layers.cp.utils import is_cp_active, prepare_cp_forward
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-    from nsa_dcp.sglang_plugin.cp_startup import leave_dcp_to_the_backend
+    from nsa_dcp.sglang_plugin.startup.cp_startup import hide_dcp_from_layers
 
     extends = {"DECODE": [1, 1], "TARGET_VERIFY": [2, 2], "EXTEND": [5, 3], "MIXED": [6, 1]}[name]
     batch = simulation.CpBatch(2, [130, 70], extends, mode="EXTEND" if name == "TARGET_VERIFY" else name)
@@ -139,7 +140,7 @@ def test_what_the_backend_returns_is_what_the_model_projects(make_cp_backend, ma
         for rank in range(2):
             backend = make_cp_backend(relayed.rank(rank))
             attention = make_attention()
-            leave_dcp_to_the_backend(torch.nn.ModuleList([attention]), HEADS)
+            hide_dcp_from_layers(torch.nn.ModuleList([attention]), HEADS)
             attention.o_proj, attention.current_attention_backend = Output(), "nsa"
             cached = torch.cat([slots[:prefix] for slots, prefix in zip(batch.slots, batch.prefixes)])
             latents = batch.latents[cached].unsqueeze(1)

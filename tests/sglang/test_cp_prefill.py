@@ -2,13 +2,13 @@
 
 import weakref
 
-import cp_simulation as simulation
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_dcp.sglang_plugin.cp_pages import buffer_bytes, buffer_pages, plan_parts
+from nsa_dcp.sglang_plugin.attention.cp_pages import buffer_bytes, buffer_pages, plan_parts
+from tests.sglang import cp_simulation as simulation
 
 pytestmark = pytest.mark.sglang
 
@@ -81,7 +81,7 @@ def test_a_batch_that_the_buffer_does_not_hold_is_gathered_in_parts(make_cp_back
 
 def test_parts_are_merged_some_rows_at_a_time_and_one_part_after_the_other(make_cp_backend, monkeypatch):
     """However many parts there are: a step holds two results at most, and merging copies some rows of them."""
-    from nsa_dcp.sglang_plugin import cp_backend, cp_prefill
+    from nsa_dcp.sglang_plugin.attention import cp_backend, cp_prefill
 
     alive, most, merged = weakref.WeakSet(), [], []
     attend, merge, attend_parts = cp_prefill.attend_selection, cp_prefill.merge_partials, cp_backend.attend_parts
@@ -128,7 +128,7 @@ def test_every_token_is_quantised_once_and_by_the_cache_write(make_cp_backend, m
 
 
 def test_layers_that_share_a_selection_share_its_place_in_the_buffer(make_cp_backend, monkeypatch):
-    from nsa_dcp.sglang_plugin import cp_prefill
+    from nsa_dcp.sglang_plugin.attention import cp_prefill
 
     made = []
     localize = cp_prefill.localize_gathered
@@ -143,7 +143,7 @@ def test_layers_that_share_a_selection_share_its_place_in_the_buffer(make_cp_bac
 
 def test_of_many_parts_one_selection_is_in_memory_at_a_time(make_cp_backend, monkeypatch):
     """Each is as large as the whole selection, and nothing bounds their number but the pool."""
-    from nsa_dcp.sglang_plugin import cp_prefill
+    from nsa_dcp.sglang_plugin.attention import cp_prefill
 
     alive, most = weakref.WeakSet(), []
     localize = cp_prefill.localize_gathered

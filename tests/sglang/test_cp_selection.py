@@ -7,10 +7,11 @@ The batch's lengths, page tables, offsets and key ranges are filtered for the ra
 import random
 from types import SimpleNamespace
 
-import cp_simulation as simulation
 import pytest
-import test_row_split as row_split
 import torch
+
+from tests.sglang import cp_simulation as simulation
+from tests.sglang import test_row_split as row_split
 
 pytestmark = pytest.mark.sglang
 

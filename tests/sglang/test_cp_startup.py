@@ -4,9 +4,10 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
-import cp_simulation as simulation
 import pytest
 import torch
+
+from tests.sglang import cp_simulation as simulation
 
 pytestmark = pytest.mark.sglang
 
@@ -49,7 +50,7 @@ def test_the_backend_attends_with_all_heads_and_the_model_leaves_dcp_to_it(make_
     from sglang.srt.environ import envs
     from sglang.srt.layers.cp.base import get_cp_strategy
 
-    from nsa_dcp.sglang_plugin.cp_backend import CpDcpSparseAttnBackend
+    from nsa_dcp.sglang_plugin.attention.cp_backend import CpDcpSparseAttnBackend
 
     runner = make_runner(strategy=strategy)
     backend = build(runner, name)
@@ -99,8 +100,8 @@ def test_decode_selection_is_split_over_the_dcp_group_and_prefills_is_left_as_it
     build(runner)
     indexer, group = runner.model[0].indexer, get_parallel().dcp_group
     assert indexer._get_topk_paged.share.group is group
-    assert indexer._get_topk_paged.agree.func is group.broadcast
-    assert indexer._get_topk_paged.agree.keywords == {"src": 0}
+    assert indexer._get_topk_paged.broadcast_selection.func is group.broadcast
+    assert indexer._get_topk_paged.broadcast_selection.keywords == {"src": 0}
     # A rank selects for its own tokens of a spread prefill.
     assert "_get_topk_ragged" not in vars(indexer)
 
@@ -172,11 +173,11 @@ def test_what_is_not_as_expected_stops_the_server(make_runner, monkeypatch, spoi
 
 @pytest.mark.parametrize("missing", ["split", "indexer"])
 def test_a_layer_that_would_select_in_another_way_stops_the_server(make_runner, monkeypatch, missing):
-    from nsa_dcp.sglang_plugin import selection_agreement
+    from nsa_dcp.sglang_plugin.selection import selection_agreement
 
     runner = make_runner()
     if missing == "split":
-        monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, agree: None)
+        monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, broadcast_selection: None)
     else:
         runner.model[0].indexer = torch.nn.Linear(1, 1)
     with pytest.raises(RuntimeError, match="layer 0 to select by RowSplitDecodeSelection, found _get_topk_paged of"):
@@ -193,7 +194,7 @@ def test_a_layer_that_would_select_in_another_way_stops_the_server(make_runner, 
     ids=["attention-tp", "rank", "replicated-queries"],
 )
 def test_groups_that_sglang_or_the_command_check_rule_out_stop_the_server_too(changes, sentence):
-    from nsa_dcp.sglang_plugin.cp_startup import check_groups
+    from nsa_dcp.sglang_plugin.startup.cp_startup import check_groups
 
     group = SimpleNamespace(ranks=[0, 1])
     fields = {"attn_tp_size": 1, "attn_cp_rank": 1, "attn_dcp_rank": 1, "dcp_replicate_q_proj": False} | changes

@@ -2,10 +2,11 @@
 
 from types import SimpleNamespace
 
-import decode_metadata as decode
 import pytest
-import test_row_split_decode as row_split_decode
 import torch
+
+from tests.sglang import decode_metadata as decode
+from tests.sglang import test_row_split_decode as row_split_decode
 
 pytestmark = pytest.mark.sglang
 
@@ -22,7 +23,7 @@ def tables_of(metadata):
 @pytest.mark.parametrize("kernel", row_split_decode.TOPK_KERNELS)
 @pytest.mark.parametrize("num_rows", [1, 7, 64])
 def test_a_replays_metadata_are_sglangs(make_backend, kernel, num_rows):
-    from nsa_dcp.sglang_plugin.decode_page_table import PagewiseDecodeMetadata
+    from nsa_dcp.sglang_plugin.attention.decode_page_table import PagewiseDecodeMetadata
 
     refreshed = []
     for wrap in (lambda fill: fill, PagewiseDecodeMetadata):

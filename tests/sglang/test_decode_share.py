@@ -17,10 +17,10 @@ def captured_sizes(monkeypatch, speculative_algorithm):
 
 
 def requests_of_ranks(world_size, num_requests, num_rows):
-    from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import RankRequests
 
     groups = [SimpleNamespace(world_size=world_size, rank_in_group=rank) for rank in range(world_size)]
-    return [DecodeShare(group).requests(num_requests, num_rows) for group in groups]
+    return [RankRequests(group).requests(num_requests, num_rows) for group in groups]
 
 
 @pytest.mark.sglang
@@ -55,7 +55,7 @@ def test_under_speculation_it_is_split_where_its_requests_divide(monkeypatch, wo
 
 @pytest.mark.parametrize("total", [1, 29, 30, 31, 60, 61, 257])
 def test_pieces_are_few_even_and_cover_everything_once(total):
-    from nsa_dcp.sglang_plugin.row_split_decode import cut_evenly
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import cut_evenly
 
     pieces = cut_evenly(slice(5, 5 + total), 30)
     assert [number for piece in pieces for number in range(1000)[piece]] == list(range(5, 5 + total))

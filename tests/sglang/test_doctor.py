@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_feature_rules import COMMANDS
 
-from nsa_dcp.sglang_plugin import server_command
-from nsa_dcp.sglang_plugin.doctor import judge_command, read_command
+from nsa_dcp.sglang_plugin.admission import server_command
+from nsa_dcp.sglang_plugin.doctor.doctor import judge_command, read_command
+from tests.sglang.test_feature_rules import COMMANDS
 
 pytestmark = pytest.mark.sglang
 
@@ -57,7 +57,7 @@ def test_doctor_reads_a_command_with_sglang_and_refuses_an_unknown_flag(monkeypa
 
 def test_the_plugin_probe_finds_what_register_puts_in_place():
     code = (
-        "from nsa_dcp.sglang_plugin import plugin, probe\n"
+        "from nsa_dcp.sglang_plugin import plugin; from nsa_dcp.sglang_plugin.doctor import probe\n"
         "import json\n"
         "before = probe.probe_plugin()['missing']\n"
         "plugin.register()\n"

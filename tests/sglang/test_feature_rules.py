@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
-from served_settings import CP_DCP, GLM, HOPPER, TP_DCP
 
-from nsa_dcp.sglang_plugin.server_command import read_without_sglang
-from nsa_dcp.sglang_plugin.server_settings import ServerSettings
-from nsa_dcp.sglang_plugin.validation import find_problems
+from nsa_dcp.sglang_plugin.admission.server_command import read_without_sglang
+from nsa_dcp.sglang_plugin.admission.server_settings import ServerSettings
+from nsa_dcp.sglang_plugin.admission.validation import find_problems
+from tests.served_settings import CP_DCP, GLM, HOPPER, TP_DCP
 
 # As typed, and the part of it that a refusal begins with.
 COMMANDS = {

@@ -51,7 +51,7 @@ def merge_ag_rs(outs, lses):
 @pytest.mark.parametrize("merge", [merge_a2a, merge_ag_rs])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_base_2_partials_merge_to_the_union(merge, num_ranks):
-    from nsa_dcp.sglang_plugin.backend import LOG2_E
+    from nsa_dcp.sglang_plugin.attention.backend import LOG2_E
 
     outs, lses, expected = partials(num_ranks, num_tokens=7)
     merged = merge(outs, lses * LOG2_E)

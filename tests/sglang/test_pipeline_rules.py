@@ -4,12 +4,12 @@ was run with. The stages judged are those that sglang makes."""
 import dataclasses
 import json
 
-import one_gpu_model
 import pytest
-from served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP
 
-from nsa_dcp.pipeline import PARTITION_VARIABLE, split_layers
-from nsa_dcp.sglang_plugin.validation import find_problems
+from nsa_dcp.planning.pipelines import PARTITION_VARIABLE, split_layers
+from nsa_dcp.sglang_plugin.admission.validation import find_problems
+from scripts.served_checks import write_checkpoint
+from tests.served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP
 
 
 def judge(settings=TP_DCP, model=GLM, **changes):
@@ -89,7 +89,7 @@ def test_sglang_hands_the_partition_and_the_layers_that_select_to_our_rule(
     tmp_path, set_layer_partition, parse_server_args, partition, refused
 ):
     # Layers 0 and 2 of four select.
-    fields = one_gpu_model.COMMON | {"num_nextn_predict_layers": 0} | one_gpu_model.MODELS["glm"]
+    fields = write_checkpoint.COMMON | {"num_nextn_predict_layers": 0} | write_checkpoint.MODELS["glm"]
     (tmp_path / "config.json").write_text(json.dumps(fields))
     set_layer_partition(partition)
     command = f"--model-path {tmp_path} --device cuda --tp-size 2 --dcp-size 2 --pp-size 2 --attention-backend nsa"

@@ -57,7 +57,7 @@ assert not torch.cuda.is_initialized()
 def test_a_failure_while_registering_hooks_is_found_by_the_factory(registered):
     from sglang.srt.arg_groups.resolution_hooks import _HOOKS
 
-    from nsa_dcp.sglang_plugin import startup
+    from nsa_dcp.sglang_plugin.startup import startup
 
     _HOOKS.clear()
     with pytest.raises(RuntimeError, match="hook around handle_decode_context_parallelism"):

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from served_parts import make_pool
 
-from nsa_dcp.capacity import GIB, plan
-from nsa_dcp.model_dims import read_config
-from nsa_dcp.sglang_plugin.startup_line import pool_facts
+from nsa_dcp.planning.capacity import GIB, plan
+from nsa_dcp.planning.dimensions import read_config
+from nsa_dcp.sglang_plugin.startup.startup_line import pool_facts
+from tests.sglang.served_parts import make_pool
 
 pytestmark = pytest.mark.sglang
 

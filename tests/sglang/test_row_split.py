@@ -183,7 +183,7 @@ def test_every_ranks_share_together_is_the_selection_of_the_whole_batch(
 ):
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 
-    from nsa_dcp.sglang_plugin.row_split import RowSplitSelection
+    from nsa_dcp.sglang_plugin.selection.row_split import RowSplitSelection
 
     select, pool, chunk = select_all
     extends, prefixes = zip(*requests)
@@ -209,7 +209,7 @@ def test_every_ranks_share_together_is_the_selection_of_the_whole_batch(
 
 
 def test_each_rank_scores_its_share_alone():
-    from nsa_dcp.sglang_plugin.row_split import RowSplitSelection
+    from nsa_dcp.sglang_plugin.selection.row_split import RowSplitSelection
 
     seen = []
 
@@ -229,7 +229,7 @@ def test_each_rank_scores_its_share_alone():
 def test_an_indexer_is_split_once():
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 
-    from nsa_dcp.sglang_plugin.row_split import RowSplitSelection, split_rows
+    from nsa_dcp.sglang_plugin.selection.row_split import RowSplitSelection, split_rows
 
     indexer = object.__new__(Indexer)
     torch.nn.Module.__init__(indexer)

@@ -6,21 +6,17 @@ lengths than those it is used with spoils the result, as it would a kernel's.
 """
 
 import ast
-import importlib.util
 import inspect
 import sys
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.sglang
+from tests.sglang import decode_metadata as decode
 
-spec = importlib.util.spec_from_file_location("decode_metadata", Path(__file__).with_name("decode_metadata.py"))
-decode = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(decode)
+pytestmark = pytest.mark.sglang
 
 TOPK, HEADS, DIM, PAGE, NUM_SMS = 24, 2, 128, 64, 132
 MAX_LEN, MAX_REQUESTS, LAYERS = 200, 136, (0, 3, 4)
@@ -175,11 +171,11 @@ def never(selection):
     raise AssertionError("rows that were gathered agree already")
 
 
-def make_splits(select, gather, agree=never, most_rows=NUM_SMS):
-    from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare, RowSplitDecodeSelection
+def make_splits(select, gather, broadcast_selection=never, most_rows=NUM_SMS):
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import RankRequests, RowSplitDecodeSelection
 
-    shares = [DecodeShare(gather.rank(rank)) for rank in range(gather.world_size)]
-    return [RowSplitDecodeSelection(select, share, agree, most_rows) for share in shares]
+    shares = [RankRequests(gather.rank(rank)) for rank in range(gather.world_size)]
+    return [RowSplitDecodeSelection(select, share, broadcast_selection, most_rows) for share in shares]
 
 
 def run_layers(split, queries, metadata):
@@ -285,7 +281,7 @@ def test_a_share_of_more_rows_than_are_scored_at_once_is_selected_in_pieces(inde
 
 def test_the_graph_of_these_tests_would_show_what_is_not_made_anew(indexer, make_backend):
     """Metadata of the rank's rows made before the capture, as by its warm-up, goes stale: the replay is spoiled."""
-    from nsa_dcp.sglang_plugin.row_split_decode import narrow_metadata
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import narrow_metadata
 
     backend = make_backend("v2")
     q, weights, requests, lengths = draw(64, seed=6)
@@ -338,7 +334,7 @@ def test_ranks_agree_where_their_own_kernels_would_not(make_backend):
 )
 def test_small_and_odd_batches_and_other_steps_are_not_split_but_agreed_on(make_backend, num_rows, world_size, mode):
     """Verify steps that are not split: test_row_split_verify.py."""
-    from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare, RowSplitDecodeSelection
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import RankRequests, RowSplitDecodeSelection
 
     seen, agreed = [], []
     q, weights, requests, lengths = draw(num_rows, seed=11)
@@ -350,14 +346,14 @@ def test_small_and_odd_batches_and_other_steps_are_not_split_but_agreed_on(make_
         return result
 
     group = SimpleNamespace(world_size=world_size, rank_in_group=1)
-    split = RowSplitDecodeSelection(select, DecodeShare(group), agreed.append, NUM_SMS)
+    split = RowSplitDecodeSelection(select, RankRequests(group), agreed.append, NUM_SMS)
     assert split(batch, 0, q, weights, metadata) is result
     assert agreed == [result]
     assert all(mine is given for mine, given in zip(seen[0], (batch, 0, q, weights, metadata), strict=True))
 
 
 def test_an_indexer_is_split_once_and_all_share_their_steps_metadata(indexer):
-    from nsa_dcp.sglang_plugin.row_split_decode import RowSplitDecodeSelection, split_decode_rows
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import RowSplitDecodeSelection, split_decode_rows
 
     other = type(indexer).__new__(type(indexer))
     torch.nn.Module.__init__(other)

@@ -7,10 +7,11 @@ What decode and verify share: test_row_split_decode.py, whose played kernels run
 import dataclasses
 from types import SimpleNamespace
 
-import decode_metadata as decode
 import pytest
-import test_row_split_decode as row_split_decode
 import torch
+
+from tests.sglang import decode_metadata as decode
+from tests.sglang import test_row_split_decode as row_split_decode
 
 pytestmark = pytest.mark.sglang
 
@@ -151,7 +152,7 @@ def test_a_share_of_more_rows_than_are_scored_at_once_is_selected_in_pieces_of_w
 @pytest.mark.parametrize("kernel", row_split_decode.TOPK_KERNELS)
 @pytest.mark.parametrize("num_drafts", [2, 4])
 def test_narrowed_metadata_are_what_sglang_makes_for_those_requests_alone(make_backend, num_drafts, kernel, captured):
-    from nsa_dcp.sglang_plugin.row_split_decode import narrow_metadata
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import narrow_metadata
 
     def make(requests, lengths):
         return (refreshed if captured else make_eager)(make_backend(kernel, num_drafts), requests, lengths)
@@ -196,7 +197,7 @@ def test_small_and_odd_batches_and_draft_extend_are_not_split_but_agreed_on(
     make_backend, num_requests, num_drafts, world_size, mode
 ):
     """Requests are what must divide: their rows do in some of these."""
-    from nsa_dcp.sglang_plugin.row_split_decode import DecodeShare, RowSplitDecodeSelection
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import RankRequests, RowSplitDecodeSelection
 
     seen, agreed = [], []
     q, weights, requests, lengths = draw(num_requests, num_drafts, seed=11)
@@ -207,7 +208,7 @@ def test_small_and_odd_batches_and_draft_extend_are_not_split_but_agreed_on(
         seen.append(arguments)
         return result
 
-    share = DecodeShare(SimpleNamespace(world_size=world_size, rank_in_group=1))
+    share = RankRequests(SimpleNamespace(world_size=world_size, rank_in_group=1))
     split = RowSplitDecodeSelection(select, share, agreed.append, NUM_SMS)
     assert split(batch, 0, q, weights, metadata) is result
     assert agreed == [result]

@@ -11,12 +11,13 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
-import decode_metadata as decode
 import pytest
-import test_row_split as prefill
-import test_row_split_decode as row_split_decode
-import test_row_split_verify as row_split_verify
 import torch
+
+from tests.sglang import decode_metadata as decode
+from tests.sglang import test_row_split as prefill
+from tests.sglang import test_row_split_decode as row_split_decode
+from tests.sglang import test_row_split_verify as row_split_verify
 
 pytestmark = pytest.mark.sglang
 
@@ -100,7 +101,7 @@ def select_on_ranks(indexer, tie_breaks, publish_rank, monkeypatch):
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    from nsa_dcp.sglang_plugin.selection_agreement import select_alike_in_decode, select_alike_on_every_rank
+    from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_in_decode, select_alike_on_every_rank
 
     def make_indexer(q, weights, context_parallel):
         one = object.__new__(Indexer)
@@ -319,7 +320,7 @@ def test_a_prefill_graph_is_an_error():
     """Its dispatch hands `_get_topk_ragged` the buffer to fill, which no rank's share would."""
     from sglang.srt.layers.attention.dsa.dsa_prefill_cuda_graph import pcg_dsa_indexer_prefill_split
 
-    from nsa_dcp.sglang_plugin.row_split import RowSplitSelection
+    from nsa_dcp.sglang_plugin.selection.row_split import RowSplitSelection
 
     source = inspect.getsource(inspect.getmodule(pcg_dsa_indexer_prefill_split))
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]

@@ -48,7 +48,7 @@ def build(registered, monkeypatch):
     """Build through the registered factory, with the stock factory and our class replaced by markers."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from nsa_dcp.sglang_plugin import backend
+    from nsa_dcp.sglang_plugin.attention import backend
 
     monkeypatch.setattr(backend, "DcpDeepseekSparseAttnBackend", lambda model_runner: ("ours", model_runner))
     for name in ("nsa", "dsa"):
@@ -120,7 +120,7 @@ def test_selection_is_split_over_the_attention_tp_group_in_prefill_and_in_decode
     indexer = runner.model[0].indexer
     assert indexer._get_topk_ragged.group is get_parallel().attn_tp_group
     assert indexer._get_topk_paged.share.group is get_parallel().attn_tp_group
-    assert indexer._get_topk_paged.agree is _broadcast_indexer_topk_from_rank0_impl
+    assert indexer._get_topk_paged.broadcast_selection is _broadcast_indexer_topk_from_rank0_impl
 
 
 def test_a_layer_that_shares_a_selection_needs_no_indexer(build, runner):
@@ -219,15 +219,15 @@ def break_layer(runner, monkeypatch):
 
 
 def break_prefill_split(runner, monkeypatch):
-    from nsa_dcp.sglang_plugin import selection_agreement
+    from nsa_dcp.sglang_plugin.selection import selection_agreement
 
     monkeypatch.setattr(selection_agreement, "split_rows", lambda model, group: None)
 
 
 def break_decode_split(runner, monkeypatch):
-    from nsa_dcp.sglang_plugin import selection_agreement
+    from nsa_dcp.sglang_plugin.selection import selection_agreement
 
-    monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, agree: None)
+    monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, broadcast_selection: None)
 
 
 def break_indexer_class(runner, monkeypatch):
@@ -284,7 +284,7 @@ def test_the_real_backend_is_built_for_the_gathered_heads(registered, runner, na
     from sglang.kernels.ops.attention.dsa.metadata import fused_dsa_decode_metadata
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from nsa_dcp.sglang_plugin.decode_page_table import PagewiseDecodeMetadata
+    from nsa_dcp.sglang_plugin.attention.decode_page_table import PagewiseDecodeMetadata
 
     runner.device, runner.page_size, runner.kv_cache_dtype = "cpu", 64, torch.bfloat16
     runner.hisparse_coordinator = None

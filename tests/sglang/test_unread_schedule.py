@@ -9,9 +9,10 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
-import decode_metadata as decode
 import pytest
 import torch
+
+from tests.sglang import decode_metadata as decode
 
 pytestmark = pytest.mark.sglang
 
@@ -34,7 +35,7 @@ def backend(kernels, publish_rank, monkeypatch):
     from sglang.srt.layers.attention import dsa_backend
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
 
-    from nsa_dcp.sglang_plugin.backend import DcpDeepseekSparseAttnBackend
+    from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend
 
     def expand(extend_seq_lens, seq_lens, total_len, max_q_len):
         rows = [torch.arange(length - extend + 1, length + 1) for extend, length in zip(extend_seq_lens, seq_lens)]
@@ -70,9 +71,9 @@ def make_batch(mode, lengths):
 
 
 def assert_no_schedule(metadata, rows):
-    from nsa_dcp.sglang_plugin.backend import UnreadSchedule
+    from nsa_dcp.sglang_plugin.attention.backend import NoSchedule
 
-    assert type(metadata.flashmla_metadata) is UnreadSchedule
+    assert type(metadata.flashmla_metadata) is NoSchedule
     assert metadata.dsa_cache_seqlens_int32.shape[0] == rows
     for tensor in ("flashmla_metadata", "num_splits"):
         assert not hasattr(metadata.flashmla_metadata, tensor)
@@ -107,7 +108,7 @@ def test_sglangs_own_kernel_call_would_fail_on_it_before_the_kernel(backend):
     backend.init_forward_metadata(make_batch("DECODE", [9, 130]))
     backend.flashmla_kv_num_q_heads, backend.kv_cache_dim, backend.dsa_kv_cache_store_fp8 = 64, 656, True
     backend.flashmla_kv_format = None
-    with pytest.raises(AttributeError, match="'UnreadSchedule' object has no attribute 'flashmla_metadata'"):
+    with pytest.raises(AttributeError, match="'NoSchedule' object has no attribute 'flashmla_metadata'"):
         DeepseekSparseAttnBackend._forward_flashmla_kv(
             backend,
             torch.zeros(2, 4, 576),

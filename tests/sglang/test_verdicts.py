@@ -19,11 +19,11 @@ from served_settings import GLM, TP_DCP
 from test_feature_rules import COMMANDS
 
 import nsa_dcp.sglang_plugin
-from nsa_dcp.sglang_plugin import doctor
 from nsa_dcp.sglang_plugin.admission import launch_parser, sglang_flags
 from nsa_dcp.sglang_plugin.admission.advice import Advice
-from nsa_dcp.sglang_plugin.server_settings import Problem
-from nsa_dcp.sglang_plugin.validation import find_problems
+from nsa_dcp.sglang_plugin.admission.server_settings import Problem
+from nsa_dcp.sglang_plugin.admission.validation import find_problems
+from nsa_dcp.sglang_plugin.doctor import doctor
 
 # Another number draws other commands.
 SEED = os.environ.get("NSA_DCP_TEST_SEED", str(os.getpid()))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_dcp.capacity import GIB, bytes_per_token, plan, temporary_buffers
-from nsa_dcp.model_dims import dims_from_config, preset_dims
+from nsa_dcp.planning.capacity import GIB, bytes_per_token, plan, temporary_buffers
+from nsa_dcp.planning.dimensions import dims_from_config, preset_dims
 
 GLM, DEEPSEEK = preset_dims("glm-5.2"), preset_dims("deepseek-v3.2")
 ONE_LAYER = dims_from_config(

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from nsa_dcp.capacity_cli import add_model_parser, add_plan_parser
-from nsa_dcp.model_dims import preset_dims
-from nsa_dcp.sglang_plugin.validation import HOPPER, ModelFacts, ServerSettings, find_problems
-from nsa_dcp.step_model import DecodeSetup, measured_inputs, predict_step
+from nsa_dcp.planning.capacity_cli import add_model_parser, add_plan_parser
+from nsa_dcp.planning.dimensions import preset_dims
+from nsa_dcp.planning.step_model import DecodeSetup, measured_inputs, predict_step
+from nsa_dcp.sglang_plugin.admission.validation import HOPPER, ModelFacts, ServerSettings, find_problems
 
 
 @pytest.fixture
@@ -168,8 +168,8 @@ def test_an_unknown_cache_dtype_is_refused_with_every_spelling(run, capsys, comm
 
 
 def test_the_planner_repeats_what_the_plugin_serves_as_it_is():
-    from nsa_dcp import capacity_cli
-    from nsa_dcp.sglang_plugin import cp_validation, validation
+    from nsa_dcp.planning import capacity_cli
+    from nsa_dcp.sglang_plugin.admission import cp_validation, validation
 
     assert capacity_cli._SERVED_PAGE_SIZE == validation.PAGE_SIZE
     assert set(capacity_cli._UNSLICED) == set(validation.ARCHITECTURES) - set(cp_validation.SLICED_ARCHITECTURES)
@@ -243,5 +243,7 @@ def test_a_setup_replicates_the_q_projection_with_a2a_alone_unless_told_otherwis
 
 
 def test_planning_imports_neither_torch_nor_matplotlib():
-    code = "import sys, nsa_dcp.capacity_cli; print(sorted({'torch', 'matplotlib', 'sglang'} & set(sys.modules)))"
+    code = (
+        "import sys, nsa_dcp.planning.capacity_cli; print(sorted({'torch', 'matplotlib', 'sglang'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -50,7 +50,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(capsys, monkeypatch):
     def fail(_):
         raise PermissionError(13, "Permission denied", "secret.json")
 
-    monkeypatch.setattr("nsa_dcp.capacity_cli.run_plan", fail)
+    monkeypatch.setattr("nsa_dcp.planning.capacity_cli.run_plan", fail)
     assert main(["plan", "--preset", "glm-5.2", "--gpu-memory-gib", "1"]) == 2
     assert capsys.readouterr().err == "nsa-dcp plan: [Errno 13] Permission denied: 'secret.json'\n"
 

@@ -7,11 +7,11 @@ import torch
 
 from nsa_dcp import comm
 from nsa_dcp.config import COMM_BACKENDS
-from nsa_dcp.decode import attend_sharded
+from nsa_dcp.cp_dcp import gather_rows, localize_gathered, plan_pages
 from nsa_dcp.layout import slots_at
-from nsa_dcp.prefill import gather_rows, localize_gathered, plan_pages
 from nsa_dcp.testing.assertions import assert_bitwise_equal
 from nsa_dcp.testing.batch import draw_batch
+from nsa_dcp.tp_dcp import attend_sharded
 from nsa_dcp_kernels import attend_selection, attend_sparse, localize_selection
 
 BACKENDS = [pytest.param(backend, id=backend) for backend in COMM_BACKENDS]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa_dcp.sglang_plugin import doctor, machine_checks
-from nsa_dcp.sglang_plugin.machine_checks import Check, check_gpus, parse_topology
-from nsa_dcp.sglang_plugin.server_command import read_model_facts, read_without_sglang, strip_launcher
+from nsa_dcp.sglang_plugin.admission.server_command import read_model_facts, read_without_sglang, strip_launcher
+from nsa_dcp.sglang_plugin.doctor import doctor, machine_checks
+from nsa_dcp.sglang_plugin.doctor.machine_checks import Check, check_gpus, parse_topology
 
 ROOT = Path(__file__).parents[2]
 COMMAND_LINE = (
@@ -300,12 +300,12 @@ def test_model_facts_come_from_a_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     assert not read_model_facts(tmp_path).is_dsa
     (tmp_path / "config.json").write_text(json.dumps({**config, "kv_lora_rank": "512"}))
-    with pytest.raises(ValueError, match="kv_lora_rank must be an integer, got '512'"):
+    with pytest.raises(ValueError, match="kv_lora_rank must be a positive integer, got '512'"):
         read_model_facts(tmp_path)
 
 
 def test_doctor_imports_neither_torch_nor_sglang():
-    code = "import sys, nsa_dcp.sglang_plugin.doctor; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
+    code = "import sys, nsa_dcp.sglang_plugin.doctor.doctor; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "[]\n"
 

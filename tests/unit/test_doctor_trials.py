@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa_dcp.sglang_plugin import doctor, machine_checks, probe
-from nsa_dcp.sglang_plugin.probe import Trials, list_trials
+from nsa_dcp.sglang_plugin.doctor import doctor, machine_checks, probe
+from nsa_dcp.sglang_plugin.doctor.probe import Trials, list_trials
 
 ROOT = Path(__file__).parents[2]
 TORCH = """\
@@ -23,7 +23,7 @@ DOCTOR = [
     sys.executable,
     "-c",
     "import argparse, sys\n"
-    "from nsa_dcp.sglang_plugin.doctor import add_doctor_parser\n"
+    "from nsa_dcp.sglang_plugin.doctor.doctor import add_doctor_parser\n"
     "parser = argparse.ArgumentParser()\n"
     "add_doctor_parser(parser.add_subparsers())\n"
     "args = parser.parse_args()\n"
@@ -167,7 +167,7 @@ def test_no_process_outlives_its_trials(packages):
 def test_a_probe_ends_by_itself_when_its_doctor_is_gone(packages):
     packages("triton", ENDLESS)
     done = subprocess.run(
-        [sys.executable, "-m", "nsa_dcp.sglang_plugin.probe", "1", "import:triton", "--"], timeout=100
+        [sys.executable, "-m", "nsa_dcp.sglang_plugin.doctor.probe", "1", "import:triton", "--"], timeout=100
     )
     assert done.returncode == -14
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nsa_dcp.model_dims import PRESETS, dims_from_config, indexer_layers, preset_dims, read_config
+from nsa_dcp.planning.dimensions import PRESETS, dims_from_config, indexer_layers, preset_dims, read_config
 
 CONFIG = {
     "model_type": "glm_moe_dsa",
@@ -40,6 +40,12 @@ def test_presets_are_the_published_models():
         pytest.param({"index_topk_pattern": ["full", "full", "shared", "shared"]}, (0, 1), id="pattern as a list"),
         pytest.param({"index_topk_freq": 2}, (0, 1, 3), id="freq with the default offset"),
         pytest.param({"index_topk_freq": 2, "index_skip_topk_offset": 1}, (0, 2), id="freq and offset"),
+        pytest.param({"index_topk_pattern": "FFS"}, (0, 1, 3), id="a short pattern: sglang computes in the rest"),
+        pytest.param({"indexer_types": ["full", "shared"]}, (0, 2, 3), id="short indexer_types: as sglang"),
+        pytest.param({"index_topk_pattern": "FFSSFFFF"}, (0, 1), id="a longer pattern: the rest is not read"),
+        pytest.param(
+            {"architectures": ["DeepseekV32ForCausalLM"], "index_topk_pattern": ["F", "S"]}, (0, 2, 3), id="DeepSeek's"
+        ),
         pytest.param({"index_topk_freq": None, "indexer_types": None}, (0, 1, 2, 3), id="null is absent"),
     ],
 )
@@ -56,6 +62,12 @@ def test_read_config_takes_a_file_or_a_directory(tmp_path):
 
 def test_a_multimodal_wrapper_is_read_through():
     assert dims_from_config({"text_config": CONFIG}, name="x").num_hidden_layers == 4
+
+
+@pytest.mark.parametrize("wrapped", [[], [CONFIG], "text", 7])
+def test_a_wrapper_around_nothing_is_refused(wrapped):
+    with pytest.raises(ValueError, match="text_config must be an object, got"):
+        dims_from_config({"text_config": wrapped}, name="x")
 
 
 @pytest.mark.parametrize("field", [name for name in CONFIG if name != "model_type"])
@@ -79,7 +91,16 @@ def test_an_unusable_field_is_named_with_its_value(field, value):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"indexer_types": ["full", "shared"]}, "indexer_types must name all 4 layers, got 2"),
+        ({"indexer_types": ["full", ["shared"], "full", "full"]}, r"'shared' alone, got \['shared'\]"),
+        ({"indexer_types": ["F", "S", "S", "F"]}, "must hold 'full' and 'shared' alone, got 'F', 'S'"),
+        ({"indexer_types": "FSSF"}, "must hold 'full' and 'shared' alone, got 'F', 'S'"),
+        ({"architectures": ["DeepseekV32ForCausalLM"], "index_topk_pattern": ["full", "shared"]}, "'F' and 'S' alone"),
+        ({"index_topk_freq": "2"}, "index_topk_freq must be a positive integer, got '2'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000, got 1000000000"),
+        ({"max_position_embeddings": 10**400}, "max_position_embeddings must be at most 9007199254740991, got 1000"),
+        ({"architectures": "GlmMoeDsaForCausalLM"}, "architectures must be a list of names, got 'GlmMoeDsa"),
+        ({"architectures": 7}, "architectures must be a list of names, got 7"),
+        ({"architectures": [None]}, r"architectures must be a list of names, got \[None\]"),
         ({"indexer_types": ["shared"] + ["full"] * 3}, "must begin with a full indexer"),
         ({"indexer_types": ["full", "none", "full", "full"]}, "must hold 'full' and 'shared' alone, got 'none'"),
         ({"index_topk_pattern": "FXFF"}, "index_topk_pattern must hold"),

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_dcp.capacity import bytes_per_token, plan
-from nsa_dcp.model_dims import preset_dims
-from nsa_dcp.pipeline import describe_waiting_stage, split_layers, stage_dims, suggest_partition
+from nsa_dcp.planning.capacity import bytes_per_token, plan
+from nsa_dcp.planning.dimensions import preset_dims
+from nsa_dcp.planning.pipelines import describe_waiting_stage, split_layers, stage_dims, suggest_partition
 
 GLM, DEEPSEEK = preset_dims("glm-5.2"), preset_dims("deepseek-v3.2")
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_dcp.capacity import bytes_per_token, temporary_buffers
-from nsa_dcp.model_dims import preset_dims
-from nsa_dcp.sglang_plugin.startup_line import PREFIX, pool_facts, startup_line
+from nsa_dcp.planning.capacity import bytes_per_token, temporary_buffers
+from nsa_dcp.planning.dimensions import preset_dims
+from nsa_dcp.sglang_plugin.startup.startup_line import PREFIX, pool_facts, startup_line
 
 GLM = preset_dims("glm-5.2")
 

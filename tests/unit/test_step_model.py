@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from nsa_dcp.model_dims import dims_from_config, preset_dims
-from nsa_dcp.step_inputs import interpolate, measured_inputs, override_inputs
-from nsa_dcp.step_model import DecodeSetup, format_report, predict_report, predict_step
+from nsa_dcp.planning.dimensions import dims_from_config, preset_dims
+from nsa_dcp.planning.step_inputs import interpolate, measured_inputs, override_inputs
+from nsa_dcp.planning.step_model import DecodeSetup, format_report, predict_report, predict_step
 
 GLM, DEEPSEEK = preset_dims("glm-5.2"), preset_dims("deepseek-v3.2")
 INPUTS = measured_inputs(GLM)
@@ -191,7 +191,7 @@ def test_rows_are_split_by_default_where_the_plugin_splits_them(mode, batch, spl
 
 
 def test_the_default_splits_from_as_many_rows_as_the_plugin():
-    from nsa_dcp.sglang_plugin.row_split_decode import MIN_ROWS
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import MIN_ROWS
 
     assert [step("tp_dcp", batch)["gather_selection"] > 0 for batch in (MIN_ROWS - 8, MIN_ROWS)] == [False, True]
     # Over all ranks of the replica, however few share a cache.

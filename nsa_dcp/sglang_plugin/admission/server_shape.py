@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nsa_dcp.sglang_plugin.server_settings import ModelFacts, ServerSettings
-from nsa_dcp.sglang_plugin.validation import head_bucket
+from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, ServerSettings
+from nsa_dcp.sglang_plugin.admission.validation import head_bucket
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 
-from nsa_dcp.sglang_plugin.server_settings import ServerSettings
+from nsa_dcp.sglang_plugin.admission.server_settings import ServerSettings
 
 # Read by nsa-dcp beside the fields of `ServerSettings` that carry sglang's names.
 _READ = frozenset(

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nsa_dcp.sglang_plugin.admission.advice import Advice, Change, advise, drop, use
-from nsa_dcp.sglang_plugin.cp_validation import Fault, find_context_parallel_faults
-from nsa_dcp.sglang_plugin.server_settings import ModelFacts, Problem, ServerSettings
-from nsa_dcp.sglang_plugin.stock_rules import find_dsa_size_refusals
+from nsa_dcp.sglang_plugin.admission.cp_validation import Fault, find_context_parallel_faults
+from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
+from nsa_dcp.sglang_plugin.admission.stock_rules import find_dsa_size_refusals
 
 
 def find_topology_problems(

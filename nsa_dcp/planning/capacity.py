@@ -1,0 +1,397 @@
+"""How many tokens a node holds at each dcp size, and where the bytes go.
+
+A token costs each GPU of a DCP group
+
+    L * latent / dcp_size  +  L_index * 132 / index_shards  +  L_draft * (latent + 132)      bytes,
+
+with `L` layers, `latent` 656 bytes in packed FP8 or 1,152 in bf16, `L_index` layers that own an indexer, and draft
+layers that every rank holds in full. This package and sglang store the index keys on every rank, `index_shards` 1; more
+answers "what if". A pool is a whole number of pages, and one more page of every buffer is reserved for padding.
+
+    rows = (budget // (dcp_size * bytes_per_token)) // page_size * page_size,        tokens = rows * dcp_size
+
+In a pipeline every GPU holds the layers of its stage, and the stage whose pool is full first decides.
+
+Source: sglang 0.5.23 `DefaultPoolConfigurator`, with which this agrees to the token (checked in tests/sglang);
+the ratios agree with public measured pools: local-inference-lab/rtx6kpro#35.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from nsa_dcp.planning.config_fields import LARGEST_INTEGER, shown
+from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, QUANT_TILE, ModelDims
+from nsa_dcp.planning.pipelines import describe_waiting_stage, split_layers, stage_dims, suggest_partition
+
+INDEX_KEY_BYTES = INDEX_HEAD_DIM + INDEX_HEAD_DIM // QUANT_TILE * 4  # fp8 values and one float32 scale
+KV_CACHE_DTYPES = ("fp8_e4m3", "bf16")
+GIB = 1 << 30
+HEAD_BUCKETS = (64, 128)  # the head counts FlashMLA's sparse kernels are compiled for
+# nsa_dcp_kernels attends to packed rows instead of dequantising more than this.
+MOST_DEQUANTISED_BYTES = 1 << 30
+_MOST_GIB = 1 << 20  # of one GPU; beyond a terabyte a number is a slip, and further on it is no finite count of bytes
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes one token of context costs each GPU of a DCP group, by what holds them."""
+
+    latent: float
+    index_keys: float
+    draft: float
+
+    @property
+    def total(self) -> float:
+        """Bytes per token per GPU."""
+        return self.latent + self.index_keys + self.draft
+
+
+@dataclass(frozen=True)
+class TemporaryBuffers:
+    """Bytes that a GPU needs beside its pool while it works, each the largest of its kind.
+
+    Args:
+        gathered_q: the chunk's queries of all heads of the DCP group, bf16 (TP-DCP).
+        attention_scratch: FlashMLA's split-KV accumulators for one launch.
+        exchange: partial outputs with their lse, sent and received.
+        page_gather: the packed prefix and chunk of one layer for `context` tokens (CP-DCP prefill); 0 at dcp 1.
+        dequantised: the most that prefill takes to dequantise one layer's rows, its own (TP-DCP) or gathered ones
+            (CP-DCP), before it attends to them; 0 for bf16 and at dcp 1.
+    """
+
+    gathered_q: int
+    attention_scratch: int
+    exchange: int
+    page_gather: int
+    dequantised: int
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What one dcp size holds with one KV dtype.
+
+    Args:
+        index_shards: copies of the index keys are `dcp_size / index_shards`; the asked value, capped by dcp_size.
+        bytes_per_token: bytes per token per GPU; of the stage that costs most.
+        tokens_per_gpu: rows of the latent pool of one GPU.
+        tokens_per_node: tokens of context that the node holds in all.
+        multiple_over_dcp1: context held, relative to dcp 1 with the same budget; before rounding to pages.
+        largest_context: longest single request, in tokens: the pool, or what the checkpoint was made for.
+        reserved_bytes: the padding page of every buffer, per GPU; sglang does not charge it to the budget.
+        refusal: why this dcp size is not served; empty when it is.
+    """
+
+    dcp_size: int
+    kv_cache_dtype: str
+    index_shards: int
+    bytes_per_token: TokenBytes
+    tokens_per_gpu: int
+    tokens_per_node: int
+    multiple_over_dcp1: float
+    largest_context: int
+    reserved_bytes: int
+    temporary_buffers: TemporaryBuffers
+    refusal: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A capacity plan: the question as understood, and one row per KV dtype and dcp size."""
+
+    model: ModelDims
+    budget_bytes: int
+    tp_size: int
+    attn_dp_size: int
+    gpus_per_node: int
+    page_size: int
+    draft_layers: int
+    context: int
+    layers_of_stages: tuple[int, ...]
+    rows: tuple[PlanRow, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain numbers and strings, for JSON."""
+        rows = []
+        for row in self.rows:
+            entry = asdict(row)
+            entry["bytes_per_token"]["total"] = row.bytes_per_token.total
+            rows.append(entry)
+        return {
+            "model": self.model.name,
+            "source": self.model.source,
+            "num_hidden_layers": self.model.num_hidden_layers,
+            "indexer_layers": list(self.model.indexer_layers),
+            "num_indexer_layers": len(self.model.indexer_layers),
+            "budget_bytes_per_gpu": self.budget_bytes,
+            "tp_size": self.tp_size,
+            "attn_dp_size": self.attn_dp_size,
+            "layers_of_stages": list(self.layers_of_stages),
+            "gpus_per_node": self.gpus_per_node,
+            "page_size": self.page_size,
+            "draft_layers": self.draft_layers,
+            "context_of_temporary_buffers": self.context,
+            "rows": rows,
+        }
+
+
+def latent_bytes(model: ModelDims, kv_cache_dtype: str) -> int:
+    """Bytes of one cached latent row: 656 packed FP8 (values, one float32 scale per 128, bf16 RoPE) or 1,152 bf16."""
+    if kv_cache_dtype == "fp8_e4m3":
+        return model.kv_lora_rank + model.kv_lora_rank // QUANT_TILE * 4 + model.qk_rope_head_dim * 2
+    if kv_cache_dtype == "bf16":
+        return model.latent_dim * 2
+    raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
+
+
+def bytes_per_token(
+    model: ModelDims, kv_cache_dtype: str, dcp_size: int, *, index_shards: int = 1, draft_layers: int = 0
+) -> TokenBytes:
+    """Bytes one token costs each GPU of a DCP group of `dcp_size`. ValueError: a size is not a positive integer."""
+    _require_positive(dcp_size=dcp_size, index_shards=index_shards)
+    _require_natural(draft_layers=draft_layers)
+    latent = latent_bytes(model, kv_cache_dtype)
+    return TokenBytes(
+        latent=model.num_hidden_layers * latent / dcp_size,
+        index_keys=len(model.indexer_layers) * INDEX_KEY_BYTES / index_shards,
+        draft=float(draft_layers * (latent + INDEX_KEY_BYTES)),
+    )
+
+
+def plan(
+    model: ModelDims,
+    *,
+    gpu_memory_gib: float,
+    kv_cache_dtypes: Sequence[str] = KV_CACHE_DTYPES,
+    mem_fraction_static: float = 1.0,
+    weights_gib: float = 0.0,
+    tp_size: int = 8,
+    attn_dp_size: int = 1,
+    pp_size: int = 1,
+    pp_layer_partition: str | None = None,
+    gpus_per_node: int = 8,
+    dcp_sizes: Sequence[int] | None = None,
+    index_shards: int = 1,
+    draft_layers: int = 0,
+    page_size: int = 64,
+    context: int | None = None,
+    chunked_prefill_size: int = 8192,
+    sm_count: int = 132,
+) -> Plan:
+    """Plan the KV capacity of a node.
+
+    Args:
+        model: from `preset_dims` or `read_config`.
+        gpu_memory_gib: memory of one GPU, GiB. The pools get `gpu_memory_gib * mem_fraction_static - weights_gib`, as
+            in sglang; with the defaults of those two, `gpu_memory_gib` is what the pools get.
+        weights_gib: weights and other static memory of one GPU, GiB.
+        tp_size, attn_dp_size: a DCP group lies inside `tp_size / attn_dp_size` GPUs that share their requests.
+        pp_size, pp_layer_partition: pipeline stages of `tp_size` GPUs each, and their layers as `split_layers` has it.
+        gpus_per_node: a whole number of pipelines; those of all its nodes where a pipeline spans several.
+        dcp_sizes: default: the powers of two that divide `tp_size / attn_dp_size`.
+        index_shards: parts the index keys are split into, capped by each dcp size; 1 is what is served today.
+        draft_layers: layers of an MTP draft kept in the pool, held in full by every rank; 0 without speculation.
+        page_size: rows of a pool page, per GPU.
+        context: tokens of the CP-DCP gather buffer; default: the largest context of each row.
+        chunked_prefill_size: query tokens of a prefill chunk.
+        sm_count: SMs of the GPU (132 on H100 and H200, 78 on H20).
+
+    Raises:
+        ValueError: a size is negative, zero, not finite or does not divide; or the budget holds not one page.
+    """
+    _require_positive(
+        tp_size=tp_size,
+        attn_dp_size=attn_dp_size,
+        pp_size=pp_size,
+        gpus_per_node=gpus_per_node,
+        index_shards=index_shards,
+        page_size=page_size,
+        chunked_prefill_size=chunked_prefill_size,
+        sm_count=sm_count,
+    )
+    _require_natural(draft_layers=draft_layers)
+    if context is not None:
+        _require_positive(context=context)
+    budget = _budget_bytes(gpu_memory_gib, mem_fraction_static, weights_gib)
+    if tp_size % attn_dp_size:
+        raise ValueError(f"tp_size must be a multiple of attn_dp_size, got {tp_size} and {attn_dp_size}")
+    if gpus_per_node % (tp_size * pp_size):
+        pipelines = " * pp_size" if pp_size > 1 else ""
+        raise ValueError(
+            f"gpus_per_node must be a multiple of tp_size{pipelines}, got {gpus_per_node} and {tp_size * pp_size}"
+        )
+    if pp_size > 1 and draft_layers:
+        raise ValueError(f"draft_layers must be 0 in a pipeline, where sglang runs no drafts, got {draft_layers}")
+    layers_of_stages = split_layers(model.num_hidden_layers, pp_size, pp_layer_partition)
+    stage_refusal = _refuse_stages(layers_of_stages, model.indexer_layers)
+    stages = [stage_dims(model, layers) for layers in layers_of_stages]
+    if not kv_cache_dtypes:
+        raise ValueError(f"kv_cache_dtypes must name at least one of {', '.join(KV_CACHE_DTYPES)}, got none")
+    span = tp_size // attn_dp_size
+    if model.num_attention_heads % span:
+        raise ValueError(f"num_attention_heads must be a multiple of {span}, got {model.num_attention_heads}")
+    sizes = [size for size in (1, 2, 4, 8, 16, 32) if span % size == 0] if dcp_sizes is None else list(dcp_sizes)
+    rows = []
+    for kv_cache_dtype in kv_cache_dtypes:
+        single = _costliest(stages, kv_cache_dtype, 1, draft_layers=draft_layers).total
+        for dcp_size in sizes:
+            _require_positive(dcp_size=dcp_size)
+            if span % dcp_size:
+                raise ValueError(f"dcp_size must divide tp_size / attn_dp_size = {span}, got {dcp_size}")
+            shards = min(index_shards, dcp_size)
+            if dcp_size % shards:
+                raise ValueError(f"index_shards must divide dcp_size, got {shards} at dcp_size {dcp_size}")
+            cost = _costliest(stages, kv_cache_dtype, dcp_size, index_shards=shards, draft_layers=draft_layers)
+            pool_rows = _pool_rows(budget, cost, dcp_size, page_size)
+            if pool_rows == 0:
+                raise ValueError(
+                    f"gpu_memory_gib must leave room for one page of {page_size * dcp_size} tokens "
+                    f"({math.ceil(page_size * dcp_size * cost.total):,} bytes), got {budget:,} bytes"
+                )
+            tokens = pool_rows * dcp_size
+            largest = min(tokens, model.max_context)
+            rows.append(
+                PlanRow(
+                    dcp_size=dcp_size,
+                    kv_cache_dtype=kv_cache_dtype,
+                    index_shards=shards,
+                    bytes_per_token=cost,
+                    tokens_per_gpu=pool_rows,
+                    tokens_per_node=tokens * attn_dp_size * (gpus_per_node // (tp_size * pp_size)),
+                    multiple_over_dcp1=single / cost.total,
+                    largest_context=largest,
+                    reserved_bytes=math.ceil(cost.total * page_size * dcp_size),
+                    temporary_buffers=temporary_buffers(
+                        model,
+                        kv_cache_dtype,
+                        dcp_size,
+                        local_heads=model.num_attention_heads // span,
+                        rows=chunked_prefill_size,
+                        context=largest if context is None else context,
+                        pool_rows=pool_rows + page_size,
+                        page_size=page_size,
+                        sm_count=sm_count,
+                    ),
+                    refusal=_refusal(model.num_attention_heads // span * dcp_size)
+                    or (stage_refusal if dcp_size > 1 else ""),
+                )
+            )
+    return Plan(
+        model=model,
+        budget_bytes=budget,
+        tp_size=tp_size,
+        attn_dp_size=attn_dp_size,
+        gpus_per_node=gpus_per_node,
+        page_size=page_size,
+        draft_layers=draft_layers,
+        context=context or 0,
+        layers_of_stages=tuple(map(len, layers_of_stages)),
+        rows=tuple(rows),
+    )
+
+
+def temporary_buffers(
+    model: ModelDims,
+    kv_cache_dtype: str,
+    dcp_size: int,
+    *,
+    local_heads: int,
+    rows: int,
+    context: int,
+    pool_rows: int,
+    page_size: int = 64,
+    sm_count: int = 132,
+) -> TemporaryBuffers:
+    """Bytes of one GPU's working buffers for a prefill chunk.
+
+    Args:
+        model, kv_cache_dtype, dcp_size, page_size, sm_count: as in `plan`.
+        local_heads: query heads of one rank before they are gathered.
+        rows: query tokens of the chunk.
+        context: tokens that CP-DCP gathers; 0 without it.
+        pool_rows: rows of a layer's pool on one GPU, which TP-DCP attends to.
+
+    FlashMLA's scratch is `(rows + parts) * heads * 2 KiB` for one launch, and a launch takes at most twice `parts`
+    rows, `parts = sm_count // (heads // 64)`: longer chunks run as several launches that reuse it.
+    """
+    gathered = local_heads * dcp_size
+    bucket = next((size for size in HEAD_BUCKETS if gathered <= size), gathered)
+    parts = max(sm_count // max(bucket // 64, 1), 1)
+    launch_rows = min(rows, 2 * parts)
+    gathered_rows = math.ceil(context / (page_size * dcp_size)) * page_size * dcp_size
+    dequantised = min(max(pool_rows, gathered_rows) * model.latent_dim * 2, MOST_DEQUANTISED_BYTES)
+    spread = dcp_size > 1
+    return TemporaryBuffers(
+        gathered_q=rows * gathered * model.latent_dim * 2 if spread else 0,
+        attention_scratch=(launch_rows + parts) * bucket * model.kv_lora_rank * 4,
+        exchange=2 * rows * gathered * (model.kv_lora_rank * 2 + 4) if spread else 0,
+        page_gather=gathered_rows * latent_bytes(model, kv_cache_dtype) if spread else 0,
+        dequantised=dequantised if spread and kv_cache_dtype == "fp8_e4m3" else 0,
+    )
+
+
+def _pool_rows(budget: int, cost: TokenBytes, dcp_size: int, page_size: int) -> int:
+    # sglang counts whole bytes of one local row, which stands for dcp_size tokens.
+    row_bytes = math.ceil(round(cost.total * dcp_size, 6))
+    return budget // row_bytes // page_size * page_size
+
+
+def _costliest(stages: list[ModelDims], *args: object, **kwargs: int) -> TokenBytes:
+    """`bytes_per_token` of the stage that costs its GPUs most."""
+    return max((bytes_per_token(stage, *args, **kwargs) for stage in stages), key=lambda cost: cost.total)
+
+
+def _refusal(gathered_heads: int) -> str:
+    if gathered_heads > HEAD_BUCKETS[-1]:
+        return f"{gathered_heads} gathered heads exceed FlashMLA's {HEAD_BUCKETS[-1]}"
+    return ""
+
+
+def _refuse_stages(stages: list[range], indexer_layers: tuple[int, ...]) -> str:
+    waiting = describe_waiting_stage(stages, indexer_layers)
+    if not waiting:
+        return ""
+    partition = suggest_partition(stages, indexer_layers)
+    return f"{waiting}; {f'the layers {partition} would be served' if partition else 'use fewer stages'}"
+
+
+def _budget_bytes(gpu_memory_gib: float, mem_fraction_static: float, weights_gib: float) -> int:
+    for name, value in (("gpu_memory_gib", gpu_memory_gib), ("mem_fraction_static", mem_fraction_static)):
+        if not math.isfinite(value) or value <= 0:
+            raise ValueError(f"{name} must be a positive number, got {value}")
+        if value > _MOST_GIB:
+            raise ValueError(f"{name} must be at most {_MOST_GIB}, got {value}")
+    if mem_fraction_static > 1:
+        raise ValueError(f"mem_fraction_static must be at most 1, got {mem_fraction_static}")
+    if not math.isfinite(weights_gib) or weights_gib < 0:
+        raise ValueError(f"weights_gib must be 0 or more, got {weights_gib}")
+    if weights_gib > _MOST_GIB:
+        raise ValueError(f"weights_gib must be at most {_MOST_GIB}, got {weights_gib}")
+    budget = int((gpu_memory_gib * mem_fraction_static - weights_gib) * GIB)
+    if budget <= 0:
+        raise ValueError(
+            "gpu_memory_gib * mem_fraction_static must exceed weights_gib, "
+            f"got {gpu_memory_gib} * {mem_fraction_static} and {weights_gib}"
+        )
+    return budget
+
+
+def _require_positive(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
+        _require_size(name, value)
+
+
+def _require_natural(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be an integer of 0 or more, got {shown(value)}")
+        _require_size(name, value)
+
+
+def _require_size(name: str, value: int) -> None:
+    if value > LARGEST_INTEGER:
+        raise ValueError(f"{name} must be at most {LARGEST_INTEGER}, got {shown(value)}")

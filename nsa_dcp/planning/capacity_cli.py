@@ -1,0 +1,277 @@
+"""`nsa-dcp plan` and `nsa-dcp model`: how many tokens a node holds, and what a decode step is predicted to take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
+from nsa_dcp.planning import capacity, step_model
+from nsa_dcp.planning.dimensions import PRESETS, ModelDims, preset_dims, read_config
+from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+
+_PLAN_HELP = "tokens held at each dcp size"
+_MODEL_HELP = "predicted decode step of TP, TP-DCP and CP-DCP"
+_PLAN_DTYPES = (*capacity.KV_CACHE_DTYPES, "both")
+_SERVED_PAGE_SIZE = 64
+_UNSLICED = ("DeepseekV32ForCausalLM",)  # sglang slices GLM's alone: sglang_plugin/admission/cp_validation.py
+
+
+def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add `plan` to the `nsa-dcp` parser; `args.run(args)` returns the exit status."""
+    parser = subparsers.add_parser("plan", help=_PLAN_HELP, description=capacity.__doc__.split("\n\n")[0])
+    _add_model_arguments(parser)
+    parser.add_argument(
+        "--gpu-memory-gib",
+        type=float,
+        required=True,
+        metavar="X",
+        help="memory of one GPU; the pools get X * mem-fraction-static - weights-gib, so X alone is what the pools get",
+    )
+    parser.add_argument("--mem-fraction-static", type=float, default=1.0, help="sglang's flag; default 1")
+    parser.add_argument(
+        "--weights-gib", type=float, default=0.0, help="static memory of one GPU beside the pools; default 0"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", type=dtype_argument(_PLAN_DTYPES), metavar=dtype_metavar(_PLAN_DTYPES), default="both"
+    )
+    parser.add_argument("--dcp-size", type=int, action="append", help="only this dcp size; may be repeated")
+    parser.add_argument("--tp-size", type=int, default=8)
+    parser.add_argument("--attn-dp-size", type=int, default=1, help="attention data-parallel shards inside tp-size")
+    parser.add_argument("--pp-size", type=int, default=1, help="pipeline stages of tp-size GPUs each; default 1")
+    parser.add_argument(
+        "--pp-layer-partition", metavar="N,N", help=f"layers of each stage, as in {PARTITION_VARIABLE}; default: even"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, help="default 8; where a pipeline spans nodes, the GPUs of all of them"
+    )
+    parser.add_argument(
+        "--index-shards",
+        type=int,
+        default=1,
+        metavar="S",
+        help="split the index keys S ways; 1, the default, is what is served",
+    )
+    parser.add_argument("--draft-layers", type=int, default=0, help="MTP layers kept in the pool; default 0")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--context", type=int, help="tokens of the CP-DCP gather buffer; default: the largest context")
+    parser.add_argument("--chunked-prefill-size", type=int, default=8192)
+    parser.add_argument("--sm-count", type=int, default=132, help="132 on H100 and H200, 78 on H20")
+    _add_output_arguments(parser)
+    parser.set_defaults(run=run_plan)
+    return parser
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Print the plan; 0, or 2 with one sentence on stderr when an argument or config is wrong."""
+    try:
+        check_output_file("--plot", args.plot)
+        if args.page_size != _SERVED_PAGE_SIZE:
+            raise NotImplementedError(
+                f"page_size must be {_SERVED_PAGE_SIZE}, the pages of the index-key cache and of FlashMLA, "
+                f"got {args.page_size}"
+            )
+        model = _model(args)
+        if args.context is not None and args.context > model.max_context:
+            raise ValueError(
+                f"context must be at most {model.max_context}, the longest of {model.name}, got {args.context}"
+            )
+        dtypes = capacity.KV_CACHE_DTYPES if args.kv_cache_dtype == "both" else (args.kv_cache_dtype,)
+        result = capacity.plan(
+            model,
+            gpu_memory_gib=args.gpu_memory_gib,
+            kv_cache_dtypes=dtypes,
+            mem_fraction_static=args.mem_fraction_static,
+            weights_gib=args.weights_gib,
+            tp_size=args.tp_size,
+            attn_dp_size=args.attn_dp_size,
+            pp_size=args.pp_size,
+            pp_layer_partition=args.pp_layer_partition,
+            gpus_per_node=_gpus_per_node(args),
+            dcp_sizes=args.dcp_size,
+            index_shards=args.index_shards,
+            draft_layers=args.draft_layers,
+            page_size=args.page_size,
+            context=args.context,
+            chunked_prefill_size=args.chunked_prefill_size,
+            sm_count=args.sm_count,
+        )
+        if args.plot:
+            from nsa_dcp.planning.capacity_plot import plot_capacity
+
+            plot_capacity(result, args.plot)
+    except (ValueError, NotImplementedError, RuntimeError, OSError) as error:
+        return _refuse("plan", error)
+    print(json.dumps(result.as_dict(), indent=2) if args.json else format_plan(result))
+    return 0
+
+
+def format_plan(result: capacity.Plan) -> str:
+    """The plan as text: what was understood, the capacity table, the buffer table."""
+    model = result.model
+    lines = [
+        f"{model.name}: {model.num_hidden_layers} layers, {len(model.indexer_layers)} with an indexer, "
+        f"{model.num_attention_heads} heads  ({model.source})",
+        f"pools of {result.budget_bytes / capacity.GIB:.2f} GiB per GPU, tp {result.tp_size}, "
+        f"attention dp {result.attn_dp_size}, page {result.page_size}, draft layers {result.draft_layers}",
+        *_describe_stages(result),
+        "",
+        "                    bytes per token per GPU                  tokens            multiple    largest",
+        "KV dtype  dcp  index   latent    index   draft    total     per GPU     per node  over dcp 1  context",
+    ]
+    for row in result.rows:
+        cost = row.bytes_per_token
+        lines.append(
+            f"{row.kv_cache_dtype:<9} {row.dcp_size:>3}  {_index_layout(row):>5} {cost.latent:>8,.0f} "
+            f"{cost.index_keys:>8,.0f} {cost.draft:>7,.0f} {cost.total:>8,.0f} "
+            f"{row.tokens_per_gpu:>11,} {row.tokens_per_node:>12,} "
+            f"{row.multiple_over_dcp1:>10.2f}x {row.largest_context:>9,}"
+        )
+    lines += [
+        "",
+        "temporary buffers per GPU, MiB (beside the pools; leave room for them)",
+        "KV dtype  dcp   gathered q   attention scratch   exchange   page gather (CP-DCP)   dequantised   padding page",
+    ]
+    mib = 1 << 20
+    for row in result.rows:
+        buffers = row.temporary_buffers
+        lines.append(
+            f"{row.kv_cache_dtype:<9} {row.dcp_size:>3} {buffers.gathered_q / mib:>12,.0f} "
+            f"{buffers.attention_scratch / mib:>19,.0f} {buffers.exchange / mib:>10,.0f} "
+            f"{buffers.page_gather / mib:>22,.0f} {buffers.dequantised / mib:>13,.0f} "
+            f"{row.reserved_bytes / mib:>14,.1f}"
+        )
+    notes = [f"dcp {row.dcp_size}: refused, {row.refusal}" for row in result.rows if row.refusal]
+    if any(row.index_shards > 1 for row in result.rows):
+        notes.append("sharded index keys are a what-if: every rank stores all of them today")
+    if result.draft_layers == 0 and model.draft_layers_in_checkpoint and len(result.layers_of_stages) == 1:
+        notes.append(
+            f"the checkpoint has {model.draft_layers_in_checkpoint} draft layer(s): with speculative decoding add "
+            f"--draft-layers {model.draft_layers_in_checkpoint}"
+        )
+    return "\n".join(lines + ([""] + notes if notes else []))
+
+
+def _gpus_per_node(args: argparse.Namespace) -> int:
+    if args.gpus_per_node is not None:
+        return args.gpus_per_node
+    return 8 if args.pp_size == 1 else max(8, args.tp_size * args.pp_size)
+
+
+def _describe_stages(result: capacity.Plan) -> list[str]:
+    if len(result.layers_of_stages) == 1:
+        return []
+    counts = " + ".join(map(str, result.layers_of_stages))
+    return [f"a pipeline of {counts} layers: bytes of the stage that costs most, tokens of a whole pipeline"]
+
+
+def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add `model` to the `nsa-dcp` parser; `args.run(args)` returns the exit status."""
+    parser = subparsers.add_parser("model", help=_MODEL_HELP, description=step_model.__doc__.split("\n\n")[0])
+    _add_model_arguments(parser)
+    parser.add_argument("--tp-size", type=int, default=8)
+    parser.add_argument("--dcp-size", type=int, default=8)
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256], help="requests of a decode step"
+    )
+    parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 131072], help="tokens of each request")
+    parser.add_argument("--dcp-comm-backend", choices=step_model.COMM_BACKENDS, default="a2a")
+    parser.add_argument(
+        "--dcp-replicate-q-proj", action=argparse.BooleanOptionalAction, help="default: on with a2a, as in sglang"
+    )
+    parser.add_argument(
+        "--cp-decode-attn-tp",
+        action=argparse.BooleanOptionalAction,
+        help="slice heads in CP-DCP decode; default, where sglang does: GLM",
+    )
+    parser.add_argument(
+        "--row-split-selection",
+        action=argparse.BooleanOptionalAction,
+        help="each rank scores and selects for 1/dcp of the rows; default, as the plugin: from 64 rows of a "
+        "captured step on",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        type=dtype_argument(capacity.KV_CACHE_DTYPES),
+        metavar=dtype_metavar(capacity.KV_CACHE_DTYPES),
+        default="fp8_e4m3",
+        help="for what fits",
+    )
+    parser.add_argument(
+        "--gpu-memory-gib", type=float, help="pool memory of one GPU: limits each mode's batch to what fits"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="override an input; may be repeated"
+    )
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="JSON file with measured tables that replace ours")
+    parser.add_argument(
+        "--show-inputs", action="store_true", help="print every input, its value and where it was measured"
+    )
+    _add_output_arguments(parser)
+    parser.set_defaults(run=run_model)
+    return parser
+
+
+def run_model(args: argparse.Namespace) -> int:
+    """Print predicted steps; 0, or 2 with one sentence on stderr when an argument or config is wrong."""
+    try:
+        check_output_file("--plot", args.plot)
+        model = _model(args)
+        inputs = step_model.override_inputs(step_model.measured_inputs(model), args.set, args.tables)
+        unsliced = model.architecture in _UNSLICED
+        setup = step_model.DecodeSetup(
+            tp_size=args.tp_size,
+            dcp_size=args.dcp_size,
+            comm_backend=args.dcp_comm_backend,
+            replicate_q_proj=args.dcp_replicate_q_proj,
+            cp_decode_attn_tp=not unsliced if args.cp_decode_attn_tp is None else args.cp_decode_attn_tp,
+            row_split_selection=args.row_split_selection,
+        )
+        report = step_model.predict_report(
+            model, setup, inputs, args.batch, args.context, args.gpu_memory_gib, args.kv_cache_dtype
+        )
+        if args.plot:
+            from nsa_dcp.planning.capacity_plot import plot_crossover
+
+            plot_crossover(report, args.plot)
+    except (ValueError, NotImplementedError, RuntimeError, OSError) as error:
+        return _refuse("model", error)
+    report["notes"] = []
+    if "cp_dcp" in report["modes"] and setup.cp_decode_attn_tp and unsliced:
+        report["notes"].append(
+            f"CP-DCP here is a what-if: sglang does not slice {model.architecture}'s attention weights in decode; what "
+            "is served is --no-cp-decode-attn-tp"
+        )
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join([step_model.format_report(report, show_inputs=args.show_inputs), *report["notes"]]))
+    return 0
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--config", metavar="FILE", help="a checkpoint's config.json, or its directory")
+    chosen.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
+
+
+def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also write a plot: .png or .svg")
+
+
+def _model(args: argparse.Namespace) -> ModelDims:
+    return preset_dims(args.preset) if args.preset is not None else read_config(args.config)
+
+
+def _index_layout(row: capacity.PlanRow) -> str:
+    if row.dcp_size == 1:
+        return "-"
+    return "full" if row.index_shards == 1 else f"1/{row.index_shards}"
+
+
+def _refuse(command: str, error: Exception) -> int:
+    print(f"nsa-dcp {command}: {error}", file=sys.stderr)
+    return 2

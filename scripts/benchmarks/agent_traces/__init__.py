@@ -1,0 +1,1 @@
+"""An agent's recorded calls, replayed against servers."""

@@ -1,0 +1,1 @@
+"""Times of a step's collectives, and their share of it."""

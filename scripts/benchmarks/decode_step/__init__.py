@@ -1,0 +1,1 @@
+"""Times of one rank's whole decode step."""

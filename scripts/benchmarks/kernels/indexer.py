@@ -1,0 +1,82 @@
+"""Scoring and selection, every rank scoring every row against each rank scoring its share."""
+
+from collections.abc import Iterator
+
+import torch
+
+from nsa_dcp_kernels import score_index, select_topk
+from nsa_dcp_kernels.kv_format import INDEX_KEY_BYTES, PAGE_SIZE
+from scripts.benchmarks.timing import Record, time_calls
+
+TOPK = 2048
+HEADS = 64
+# The [rows, context] float32 scores held at once, as in nsa_dcp.indexer.
+LOGITS_BYTES = 256 << 20
+
+
+def bench_selection(num_tokens: int, length: int) -> Iterator[Record]:
+    num_sets = max(1, min(8, (1 << 29) // (4 * num_tokens * length)))
+    logits = torch.randn(num_sets, num_tokens, length, device="cuda")
+    context_lens = torch.full((num_tokens,), length, dtype=torch.int32, device="cuda")
+    case = f"T={num_tokens} context={length}"
+    moved = 4 * num_tokens * (length + TOPK)
+    ours = [lambda at=at: select_topk(logits[at], context_lens, TOPK) for at in range(num_sets)]
+    yield Record("select", case, time_calls(ours, 10), moved_bytes=moved)
+    theirs = [lambda at=at: torch.topk(logits[at], TOPK, dim=-1, sorted=False) for at in range(num_sets)]
+    yield Record("select, torch.topk", case, time_calls(theirs, 10), moved_bytes=moved)
+
+
+def draw_scoring(num_tokens: int, num_requests: int, length: int) -> tuple[torch.Tensor, ...]:
+    pages = -(-length // PAGE_SIZE)
+    cache = torch.randint(0, 120, (num_requests * pages, PAGE_SIZE * INDEX_KEY_BYTES), dtype=torch.uint8, device="cuda")
+    cache[:, PAGE_SIZE * 128 :].view(torch.float32).uniform_(0.5, 2)
+    table = torch.randperm(num_requests * pages, device="cuda").view(num_requests, pages).int()
+    row_request = torch.arange(num_requests, device="cuda").repeat_interleave(num_tokens // num_requests).int()
+    context_lens = torch.full((num_tokens,), length, dtype=torch.int32, device="cuda")
+    q = torch.randn(num_tokens, HEADS, 128, dtype=torch.bfloat16, device="cuda")
+    return q, torch.randn(num_tokens, HEADS, device="cuda"), cache, table, row_request, context_lens
+
+
+def select_rows(scoring: tuple[torch.Tensor, ...], length: int) -> None:
+    """Score and select a step's rows, as many at once as the budget holds."""
+    q, weights, cache, table, row_request, context_lens = scoring
+    step = max(1, LOGITS_BYTES // (4 * length))
+    for start in range(0, len(q), step):
+        part = slice(start, start + step)
+        logits = score_index(q[part], weights[part], cache, table, row_request[part], context_lens[part], length)
+        select_topk(logits, context_lens[part], TOPK)
+
+
+def bench_indexer(num_tokens: int, num_requests: int, length: int, dcp_size: int = 8) -> Iterator[Record]:
+    """A step's scoring and selection: all rows, and one rank's share of them; the gather of the rest is bytes."""
+    scoring = draw_scoring(num_tokens, num_requests, length)
+    case = f"T={num_tokens} requests={num_requests} context={length}"
+    flop = 2 * 128 * HEADS * num_tokens * length
+    if num_tokens * length * 4 <= LOGITS_BYTES:
+        yield Record("score", case, time_calls([lambda: score_index(*scoring, length)], 10), flop=flop)
+    yield Record("score + select, every row", case, time_calls([lambda: select_rows(scoring, length)], 5), flop=flop)
+    if num_tokens >= dcp_size:
+        q, weights, cache, table, row_request, context_lens = scoring
+        mine = slice(0, num_tokens, dcp_size)
+        share = (q[mine].contiguous(), weights[mine].contiguous(), cache, table)
+        share += (row_request[mine].contiguous(), context_lens[mine].contiguous())
+        gathered = 4 * TOPK * num_tokens * (dcp_size - 1) // dcp_size
+        yield Record(
+            f"score + select, 1/{dcp_size} of the rows, {gathered / 1e6:.1f} MB gathered",
+            case,
+            time_calls([lambda: select_rows(share, length)], 5),
+            flop=flop // dcp_size,
+        )
+
+
+def bench_all(quick: bool) -> Iterator[Record]:
+    for num_tokens, length in [(8, 131072), (64, 32768), (256, 8192), (2048, 32768)]:
+        yield from bench_selection(num_tokens, length)
+    yield from bench_indexer(64, 64, 32768)
+    if quick:
+        return
+    yield from bench_indexer(8, 8, 131072)
+    yield from bench_indexer(8, 8, 16384)
+    yield from bench_indexer(256, 256, 8192)
+    yield from bench_indexer(8192, 1, 32768)
+    yield from bench_indexer(8192, 1, 131072)

@@ -1,0 +1,1 @@
+"""Decode steps, prefill and throughput of real sglang servers."""

@@ -1,0 +1,1 @@
+"""Real servers asked fixed requests, and their answers compared."""
