@@ -10,7 +10,7 @@ SGLANG_VENV ?= $(HOME)/.cache/nsa-dcp/venv-sglang-$(SGLANG_VERSION)
 
 help:
 	@echo 'make demo          tiny DSA models under every split, against the unmodified model (CPU, a few minutes)'
-	@echo 'make test          everything that needs no GPU: test-cpu, then test-sglang'
+	@echo 'make test          everything that needs no GPU: test-cpu, then test-sglang, whatever the first says'
 	@echo 'make test-cpu      the suite of this package'
 	@echo 'make test-sglang   contract tests against the real sglang $(SGLANG_VERSION); its environment (11 GB) is cached'
 	@echo 'make test-gpu      the tests that need a Hopper GPU, with this Python and its torch'
@@ -25,7 +25,12 @@ $(STAMP): pyproject.toml scripts/make_venv.sh
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py
 
-test: test-cpu test-sglang
+# One after the other, the second also where the first failed.
+test:
+	@failed=0; \
+	$(MAKE) test-cpu || failed=1; \
+	$(MAKE) test-sglang || failed=1; \
+	exit $$failed
 
 # Ranks are processes, so each test file's torch gets one thread.
 test-cpu: $(STAMP)

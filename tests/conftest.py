@@ -24,6 +24,15 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 SGLANG_VERSION = "0.5.23"
 
+# Every suite's drawn tests, so that none can forget it: how long an example takes says nothing about the code.
+if importlib.util.find_spec("hypothesis"):
+    import hypothesis
+
+    hypothesis.settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("untimed")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

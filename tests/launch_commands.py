@@ -118,6 +118,9 @@ HAND_WRITTEN = [
     f"{F} --checkpoint-engine-wait-weights-before-ready --no-dcp-replicate-q-proj",
     f"{F} --checkpoint-engine-wait-weights-before-ready --dcp-comm-backend ag_rs",
     f"{F} --dcp-replicate-q-proj",
+    f"{F} --enable-memory-saver",
+    f"{F} --enable-memory-saver --enable-weights-cpu-backup",
+    f"{F} --enable-memory-saver --dcp-comm-backend ag_rs",
     # Sizes.
     f"{CP} --attn-cp-size 8",
     f"{P} --tp 16 --dcp-size 16 --nnodes 2 --node-rank 0",

@@ -17,6 +17,8 @@ HEAVY = ("nsa_dcp.hf", "nsa_dcp.testing", "nsa_dcp_kernels._triton")
 HEAVY += ("nsa_dcp.sglang_plugin.attention.backend", "nsa_dcp.sglang_plugin.attention.cp_backend")
 LIGHT_PACKAGES = {"nsa_dcp", "nsa_dcp_kernels", "torch", "numpy"}
 MAX_LINES = 400
+# What a person reads in a checkout, and a plot; what machines write by the megabyte belongs elsewhere.
+MAX_BYTES = 200_000
 SHAPELESS = re.compile(r"^(utils?|helpers?|common|core|misc|shared|base)(\.py)?$")
 
 
@@ -58,6 +60,14 @@ def test_no_python_file_is_longer_than_400_lines():
     assert lengths
     too_long = {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > MAX_LINES}
     assert too_long == {}
+
+
+def test_no_tracked_file_is_large():
+    sizes = {str(path.relative_to(ROOT)): path.stat().st_size for path in tracked_files()}
+    assert sizes
+    assert {name: size for name, size in sizes.items() if size > MAX_BYTES} == {}
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert "id: check-added-large-files" in hooks and f"--maxkb={MAX_BYTES // 1000}" in hooks
 
 
 def test_every_name_says_what_is_inside():

@@ -8,26 +8,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
+from nsa_dcp.sglang_plugin.lifetime_symbols import LIFETIME_SYMBOLS, Symbol
+
 SGLANG_VERSION = "0.5.23"
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """One name in sglang that nsa-dcp uses.
-
-    Args:
-        path: `module:name` or `module:Class.name`.
-        why: what nsa-dcp does with it.
-        parameters: the parameters it must have, in order, of a dataclass its fields; None when it is not called,
-            overridden or copied with changes by us.
-    """
-
-    path: str
-    why: str
-    parameters: tuple[str, ...] | None = None
 
 
 _ATTENTION = "sglang.srt.layers.attention"
@@ -307,6 +292,7 @@ SYMBOLS = (
     ),
     Symbol("sglang.srt.runtime_context:get_schedule", "the largest prefill chunk, for the start-up line", ()),
     Symbol("sglang.srt.runtime_context:get_spec", "the rows of a verify step, for the same", ()),
+    *LIFETIME_SYMBOLS,
 )
 
 

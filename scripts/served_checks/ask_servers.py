@@ -20,7 +20,8 @@ take turns on it; under a CUDA MPS daemon they run beside each other, and 8 rank
     nograph        no decode graphs
     nextn          speculation with the model's own draft layer
     retract        a small pool, and requests are retracted every few steps
-    update         at the end the weights are updated to those of the checkpoint MODEL-updated, or that is refused
+    update         at the end the weights are updated to those of the checkpoint MODEL-updated, or that is refused, and
+                   then so is an update between /begin_weight_update and /end_weight_update
     kill           at the end one rank is killed
     profile        at the end eight decode steps of eight requests are traced, into OUT/CONFIG-trace
     gpus           each rank has a GPU of its own, and sglang's own all-reduce
@@ -47,6 +48,8 @@ from scripts.served_checks.server_process import ASKING_ERRORS, Server, describe
 
 VOCAB, BOS = 16384, 2
 NEW_TOKENS = 16
+# Tokens that a query of the checkpoints attends to at most.
+SELECTED = 2048
 PROFILED_STEPS, PROFILED_TOKENS = 8, 1000
 SINGLES = (1, 63, 64, 65, 2047, 2049, 9000)
 MIXED = (5, 17, 64, 65, 129, 300, 511, 512, 513, 700, 1000, 1500, 2047, 2048, 2300, 3000)
@@ -89,7 +92,7 @@ def ask(
         "tokens": [entry[1] for entry in meta["output_token_logprobs"]],
         "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
         # Speculation may leave them out.
-        "top": [[(entry[1], entry[0]) for entry in best] for best in meta.get("output_top_logprobs") or []],
+        "top": [[(entry[1], entry[0]) for entry in best or []] for best in meta.get("output_top_logprobs") or []],
         "accepted_drafts": meta.get("spec_accept_length"),
     }
 
@@ -144,17 +147,29 @@ def misuse(server: Server, times: int = 8) -> dict[str, object]:
 
 
 def update_weights(server: Server, model: Path) -> tuple[dict[str, object], list[dict]]:
-    """Have the server take another checkpoint's weights; return what it said, and how it then answers."""
+    """Have the server take another checkpoint's weights; return what it said, and how it then answers.
+
+    Where it refuses, a session is begun, asked for the same and ended: of itself that undoes and repeats what a
+    quantisation makes of the weights, and it must leave them as they are too.
+    """
 
     def answers() -> list[dict]:
         return [ask(server, f"{length} tokens updated", prompt(length, 8)) for length in (64, 2500, 5000)]
 
     before = answers()
     other = model.with_name(f"{model.name}-updated")
-    status, said = server.post({"model_path": str(other)}, REQUEST_TIMEOUT_S, "/update_weights_from_disk")
+    update = {"model_path": str(other)}, REQUEST_TIMEOUT_S, "/update_weights_from_disk"
+    status, said = server.post(*update)
+    found: dict[str, object] = {"status": status, "said": said}
+    if status != 200:
+        session = [server.post({}, REQUEST_TIMEOUT_S, "/begin_weight_update"), server.post(*update)]
+        session.append(server.post({}, REQUEST_TIMEOUT_S, "/end_weight_update"))
+        found["session"] = [status for status, _ in session]
+        # The prompts are then computed again, by what the weights are now.
+        server.post({}, REQUEST_TIMEOUT_S, "/flush_cache")
     after = answers()
-    kept = [answer["tokens"] for answer in before] == [answer["tokens"] for answer in after]
-    return {"status": status, "said": said, "tokens_kept": kept}, after
+    found["tokens_kept"] = [answer["tokens"] for answer in before] == [answer["tokens"] for answer in after]
+    return found, after
 
 
 def kill_a_rank(server: Server) -> dict[str, object]:

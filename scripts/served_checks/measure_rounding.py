@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.served_checks.answers import alternatives, log_probability
 from scripts.served_checks.ask_crowd import ALL_AT_ONCE, IN_HALVES
+from scripts.served_checks.ask_servers import SELECTED
 
 # The two best tokens are a near tie within so many nats.
 NEAR_TIE = 1.0
@@ -22,7 +24,7 @@ NEAR_TIE = 1.0
 
 @dataclass
 class Spread:
-    """tokens: compared; parted: answers that part.
+    """tokens: compared; parted: answers that part; without_alternatives: tokens that one of two reports has none for.
 
     moved: differences of generated tokens' log-probabilities, nats. short_ties, long_ties: by how much the gap between
     the two best tokens moves where they are nearly tied, for contexts of which everything is selected, and others.
@@ -30,6 +32,7 @@ class Spread:
 
     tokens: int = 0
     parted: int = 0
+    without_alternatives: int = 0
     moved: list[float] = field(default_factory=list)
     short_ties: list[float] = field(default_factory=list)
     long_ties: list[float] = field(default_factory=list)
@@ -39,25 +42,38 @@ def measure_spread(pairs: Iterable[tuple[Mapping, Mapping]], selected: int) -> S
     """Compare answers of the same prompts, token by token.
 
     Args:
-        pairs: two answers to one prompt, as ask_servers.py reports them, with alternatives.
+        pairs: two answers to one prompt, as ask_servers.py reports them.
         selected: tokens that a query attends to at most.
+
+    Raises:
+        ValueError: a token that both generated has no finite log-probability.
     """
     spread = Spread()
     for a, b in pairs:
         for position, (token_a, token_b) in enumerate(zip(a["tokens"], b["tokens"])):
             spread.tokens += 1
-            tops = [dict(map(tuple, answer["top"][position])) for answer in (a, b)]
-            best = sorted(tops[0], key=tops[0].get)[-2:]
-            if tops[0][best[1]] - tops[0][best[0]] < NEAR_TIE and all(token in tops[1] for token in best):
-                gaps = [top[best[1]] - top[best[0]] for top in tops]
-                context = a["prompt_tokens"] + position
-                ties = spread.short_ties if context <= selected else spread.long_ties
-                ties.append(abs(gaps[0] - gaps[1]))
+            tops = [alternatives(answer, position) for answer in (a, b)]
+            if None in tops:
+                spread.without_alternatives += 1
+            else:
+                _measure_tie(tops, a["prompt_tokens"] + position <= selected, spread)
             if token_a != token_b:
                 spread.parted += 1
                 break
-            spread.moved.append(abs(a["logprobs"][position] - b["logprobs"][position]))
+            found = [log_probability(answer, position) for answer in (a, b)]
+            if None in found:
+                raise ValueError(f"{a['name']}, token {position}: generated, and without a log-probability")
+            spread.moved.append(abs(found[0] - found[1]))
     return spread
+
+
+def _measure_tie(tops: list[dict[int, float]], is_short: bool, spread: Spread) -> None:
+    best = sorted(tops[0], key=tops[0].get)[-2:]
+    if len(best) < 2 or not all(token in tops[1] for token in best):
+        return
+    gaps = [top[best[1]] - top[best[0]] for top in tops]
+    if gaps[0] < NEAR_TIE:
+        (spread.short_ties if is_short else spread.long_ties).append(abs(gaps[0] - gaps[1]))
 
 
 def pair_reports(a: Mapping, b: Mapping) -> list[tuple[Mapping, Mapping]]:
@@ -85,7 +101,8 @@ def root_mean_square(values: list[float]) -> float:
 def format_row(name: str, spread: Spread) -> str:
     cells = [name, f"{spread.tokens:,}", str(spread.parted), f"{root_mean_square(spread.moved):.4f}"]
     for ties in (spread.short_ties, spread.long_ties):
-        cells.append(f"{root_mean_square(ties):.3f} ({len(ties)})")
+        known = spread.without_alternatives < spread.tokens or not spread.tokens
+        cells.append(f"{root_mean_square(ties):.3f} ({len(ties)})" if known else "no alternatives")
     return f"| {' | '.join(cells)} |"
 
 
@@ -93,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reference", type=Path)
     parser.add_argument("others", type=Path, nargs="+")
-    parser.add_argument("--selected", type=int, default=2048)
+    parser.add_argument("--selected", type=int, default=SELECTED)
     arguments = parser.parse_args()
     reports = [json.loads(path.read_text()) for path in (arguments.reference, *arguments.others)]
     print(

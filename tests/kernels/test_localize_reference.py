@@ -51,7 +51,7 @@ def test_rows_are_the_owned_slots_divided(dcp_size, interleave_size, width):
     assert_bitwise_equal(slots, before)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(selections, groups)
 def test_each_slot_has_one_owner_and_keeps_its_place_in_the_order(selection, group):
     dcp_size, interleave_size = group
@@ -68,7 +68,7 @@ def test_each_slot_has_one_owner_and_keeps_its_place_in_the_order(selection, gro
         assert sorted(found) == sorted(slot for slot in row if slot >= 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(groups, st.integers(1, 300))
 def test_consecutive_slots_spread_evenly_over_rows_without_gaps(group, num_slots):
     """A rank's rows of slots 0 .. n-1 are 0 .. m-1: no row is skipped, none used twice."""

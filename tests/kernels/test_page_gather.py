@@ -33,7 +33,7 @@ def gathers(draw):
     return dcp_size, page_size, num_pages, pages
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(gathers())
 def test_every_token_of_the_gathered_pages_is_found_once_with_its_bytes(gather):
     """Each rank contributes its part of the same pages; the buffer's rows and those pages' slots are in bijection."""
@@ -54,7 +54,7 @@ def test_every_token_of_the_gathered_pages_is_found_once_with_its_bytes(gather):
     assert torch.equal(buffer[rows[in_gathered_page].long()], slots[0][in_gathered_page].long())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(gathers(), st.randoms(use_true_random=False))
 def test_remap_is_the_walk_from_slot_to_page_to_rank(gather, random):
     dcp_size, page_size, num_pages, pages = gather

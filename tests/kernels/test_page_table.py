@@ -34,7 +34,7 @@ def steps(draw):
     return num_requests, num_pages, page_size, rows, lengths, draw(st.integers(1, num_pages + 2))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(steps(), st.integers(0, 9))
 def test_a_row_has_the_page_of_each_of_its_tokens_and_keeps_the_rest(step, seed):
     num_requests, num_pages, page_size, rows, lengths, width = step
@@ -64,7 +64,7 @@ def test_the_kernel_is_the_reference(num_rows, num_pages, width, dtype, device):
     assert torch.equal(table.cpu(), expected)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(steps(), st.randoms(use_true_random=False))
 def test_a_position_is_looked_up_as_its_token_was_dealt(step, random):
     num_requests, num_pages, page_size, rows, *_ = step

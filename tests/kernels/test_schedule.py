@@ -95,7 +95,7 @@ def launches(draw: st.DrawFn) -> tuple[list[int], int, int]:
     return [min(width, length) for length in lengths], width, parts
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(launches())
 def test_every_block_is_walked_once(launch):
     lengths, width, parts = launch

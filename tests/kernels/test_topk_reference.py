@@ -33,7 +33,7 @@ def select(logits: torch.Tensor, context_lens: list[int], topk: int) -> list[lis
     return selection.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(row=rows, context_len=st.integers(0, 40), topk=st.integers(1, 45))
 def test_selection_is_the_head_of_the_sorted_order(row, context_len, topk):
     context_len = min(context_len, len(row))

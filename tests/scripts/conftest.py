@@ -81,7 +81,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         if fault == "hang":
             self.wfile.flush()
-            self.server.release.wait(20)
+            self.server.release.wait(900)
             return
         prompt = sum(len(message["content"].split()) for message in body["messages"])
         messages = [message["content"] for message in body["messages"]]

@@ -51,7 +51,7 @@ def ask(tmp_path, unused_port):
         command += ["--port", str(unused_port)]
         command += [word for config in configs for word in ("--config", config)]
         environment = os.environ | {"PYTHONPATH": str(package.parent)}
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
 
     return run
 

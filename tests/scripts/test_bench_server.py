@@ -1,9 +1,10 @@
 """bench_server against a fake server: pools of equal bytes, steps from a log, one failure is one gap."""
 
+import itertools
 import json
 import socket
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -227,7 +228,7 @@ def test_a_log_s_decode_lines_are_read_and_others_are_not():
     assert (line.running, line.graph, line.queued, line.step_us) == (8, False, 2, 20000.0)
 
 
-def test_a_short_prefill_says_nothing_about_a_long_one_and_a_hopeless_case_is_not_begun():
+def test_a_short_prefill_says_nothing_about_a_long_one_and_a_hopeless_case_is_not_begun(monkeypatch):
     class Instant:
         asked = 0
 
@@ -236,7 +237,8 @@ def test_a_short_prefill_says_nothing_about_a_long_one_and_a_hopeless_case_is_no
             return [{"cached_tokens": 0} for _ in ids]
 
     server = Instant()
-    asking = probe.ServerProbe(server, cases.Prompts(1000), 10**9, time.monotonic() + 30)
+    monkeypatch.setattr(probe, "time", SimpleNamespace(monotonic=itertools.count(step=0.01).__next__))
+    asking = probe.ServerProbe(server, cases.Prompts(1000), 10**9, 30)
     asking.time_prefill(64)
     assert asking.tokens_per_s == 0
     asking.time_prefill(8192)

@@ -126,9 +126,9 @@ def test_a_server_that_goes_away_leaves_a_report(bench, server):
 
 def test_a_silent_server_is_timed_out(bench, server):
     server.misbehave = lambda number, body: "hang" if number == 1 else None
-    status, report, _, _ = bench("--concurrency", 1, "--timeout-s", 0.3)
+    status, report, _, _ = bench("--concurrency", 1, "--timeout-s", 10)
     assert status == 1
-    assert report["errors"] == {"timed out after 0.3 s of silence": 1}
+    assert report["errors"] == {"timed out after 10 s of silence": 1}
 
 
 def test_a_server_without_usage_is_counted_by_pieces(bench, server):
@@ -233,9 +233,9 @@ def test_an_interrupt_keeps_the_partial_report(server, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert reached.wait(30)
+    assert reached.wait(900)
     running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=30)
+    out, err = running.communicate(timeout=900)
     assert running.returncode == 130, err
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert not report["complete"]

@@ -19,6 +19,7 @@ MISSING = "/nowhere/at/all"
         ("benchmarks.servers.compare_step_model", ["glm-5.2", "bench.json", "--json", f"{MISSING}/x.json"], "--json"),
         ("benchmarks.agent_traces.make_trace", ["--out", f"{MISSING}/x.json"], "--out"),
         ("served_checks.compare_answers", ["a.json", "b.json", "--rounding", "0", "--out", f"{MISSING}/x.md"], "--out"),
+        ("served_checks.compare_answers", ["a", "b", "--rounding", "0", "--keep", f"{MISSING}/x.jsonl"], "--keep"),
         ("benchmarks.servers.bench", ["model", "FILE/out", "--config", "tp1-dcp1"], "out"),
         ("benchmarks.servers.mid_size_model", ["FILE/out"], "out"),
     ],

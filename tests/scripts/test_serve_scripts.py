@@ -42,7 +42,7 @@ def run(tmp_path, monkeypatch):
 
     def _run(script, *argv):
         command = ["bash", str(ROOT / "scripts" / script), *map(str, argv)]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=900)
 
     return _run
 

@@ -159,7 +159,13 @@ def publish_rank():
         )
         reset_context()
         publish(server_args, role="test", ranks=SpawnRanks(world_rank=dcp_rank, dp_rank=None))
-        group = SimpleNamespace(world_size=dcp_size, rank_in_group=dcp_rank, ranks=list(range(dcp_size)))
+        group = SimpleNamespace(
+            world_size=dcp_size,
+            rank_in_group=dcp_rank,
+            ranks=list(range(dcp_size)),
+            # The others have whatever this rank has.
+            all_gather_object=lambda mine: [mine] * dcp_size,
+        )
         alone = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[dcp_rank])
         # With attn_cp_size=dcp_size an attention-TP group is one rank.
         attn_tp_group = group if get_parallel().attn_tp_size == dcp_size else alone

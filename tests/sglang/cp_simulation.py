@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.sglang.served_parts import make_layer, make_pool
+from tests.sglang.served_parts import make_layer, make_pool, make_weight_updater
 
 LAYER, NUM_LAYERS, HEADS, TOPK, SM_SCALE = 1, 4, 8, 64, 0.1
 
@@ -65,6 +65,7 @@ class RelayedGroup:
             broadcast=broadcast,
             all_to_all_single=all_to_all_single,
             reduce_scatter_along_dim=reduce_scatter_along_dim,
+            all_gather_object=lambda mine: [mine] * self.world_size,
         )
 
 
@@ -124,7 +125,7 @@ def make_cp_runner(model_path, on_hopper, registered, monkeypatch):
         allocator = PagedTokenToKVPoolAllocator(
             rows * cp_size, page_size=64 * cp_size, dtype=dtype, device="cpu", kvcache=pool, need_sort=False
         )
-        return SimpleNamespace(
+        runner = SimpleNamespace(
             server_args=server_args,
             device="cpu",
             page_size=64,
@@ -138,7 +139,9 @@ def make_cp_runner(model_path, on_hopper, registered, monkeypatch):
             req_to_token_pool=SimpleNamespace(req_to_token=None, size=16),
             hisparse_coordinator=None,
             kv_cache_dtype=dtype,
+            weight_updater=make_weight_updater(lambda: runner.model),
         )
+        return runner
 
     build.quantised = quantised
     yield build

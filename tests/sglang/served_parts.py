@@ -34,3 +34,20 @@ def make_layer(layer_id, heads, sm_scale):
         scaling=sm_scale,
         is_cross_attention=False,
     )
+
+
+def make_weight_updater(get_model):
+    """sglang's own updater of the model that a function returns, on the CPU."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    return WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=SimpleNamespace(dtype=torch.bfloat16, model_path=None),
+        custom_weight_loaders={},
+        get_model=get_model,
+        update_model_fields=lambda *_, **__: None,
+        recapture_cuda_graph=None,
+        get_model_runner=None,
+    )

@@ -22,7 +22,7 @@ def make_backend(make_rank):
     """A function that builds one rank's backend around a real pool. Its constructor would need a GPU."""
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
 
-    from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend, SharedSelection
+    from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend
 
     def build(dcp_size, dcp_rank, kv_format="fp8", fused_topk=True):
         rank = make_rank(dcp_size, dcp_rank, kv_format)
@@ -36,7 +36,6 @@ def make_backend(make_rank):
         backend.use_mha, backend.hisparse_coordinator = False, None
         backend.use_fused_topk, backend.dsa_topk_backend = fused_topk, DSATopKBackend.SGL_KERNEL
         backend.forward_metadata = SimpleNamespace(page_table_1=None, cu_seqlens_q=None, dsa_extend_seq_lens_list=None)
-        backend._shared_selection = SharedSelection()
         return backend
 
     return build
@@ -235,10 +234,10 @@ class Localised:
 
 
 def test_consecutive_layers_localise_a_shared_selection_once():
-    from nsa_dcp.sglang_plugin.attention.backend import SharedSelection
+    from nsa_dcp.sglang_plugin.attention.backend import prepare_once
 
-    shared, slots, metadata, localise = SharedSelection(), torch.zeros(2, 4, dtype=torch.int32), object(), Localised()
-    results = [shared.prepare(slots, layer_id, metadata, localise) for layer_id in (3, 4, 5)]
+    slots, metadata, localise = torch.zeros(2, 4, dtype=torch.int32), object(), Localised()
+    results = [prepare_once(slots, layer_id, metadata, localise) for layer_id in (3, 4, 5)]
     assert localise.calls == 1
     assert results[0] is results[1] is results[2]
 
@@ -249,12 +248,12 @@ def test_consecutive_layers_localise_a_shared_selection_once():
     ids=["another-selection", "another-forward", "same-layer-again", "a-layer-between", "first-layer-again"],
 )
 def test_anything_else_is_localised_anew(slots_alike, metadata_alike, next_layer):
-    from nsa_dcp.sglang_plugin.attention.backend import SharedSelection
+    from nsa_dcp.sglang_plugin.attention.backend import prepare_once
 
-    shared, slots, metadata, localise = SharedSelection(), torch.zeros(2, 4, dtype=torch.int32), object(), Localised()
-    shared.prepare(slots, 3, metadata, localise)
+    slots, metadata, localise = torch.zeros(2, 4, dtype=torch.int32), object(), Localised()
+    prepare_once(slots, 3, metadata, localise)
     next_slots, next_metadata = slots if slots_alike else slots.clone(), metadata if metadata_alike else object()
-    shared.prepare(next_slots, next_layer, next_metadata, localise)
+    prepare_once(next_slots, next_layer, next_metadata, localise)
     assert localise.calls == 2
 
 

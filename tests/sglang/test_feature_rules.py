@@ -81,6 +81,54 @@ def test_weights_that_come_later_are_refused_where_decode_reads_copies(copies):
     assert problem.asked == "--checkpoint-engine-wait-weights-before-ready"
 
 
+SAVER, BACKUP = "--enable-memory-saver", "--enable-weights-cpu-backup"
+
+
+@pytest.mark.parametrize("copies", [{"dcp_replicate_q_proj": True}, {"enable_cp_decode_attn_tp": True}])
+def test_weights_that_would_come_back_undefined_are_refused_where_no_update_can_bring_them(copies):
+    """Without a backup released weights are undefined until an update, which is refused where decode reads copies."""
+    base = CP_DCP if "enable_cp_decode_attn_tp" in copies else TP_DCP
+    settings = dataclasses.replace(base, enable_memory_saver=True, **copies)
+    (problem,) = find_problems(settings, GLM, HOPPER)
+    assert problem.asked == f"{SAVER} without {BACKUP}"
+    assert find_problems(dataclasses.replace(settings, enable_weights_cpu_backup=True), GLM, HOPPER) == []
+    none = dataclasses.replace(settings, dcp_replicate_q_proj=False, enable_cp_decode_attn_tp=False)
+    assert find_problems(none, GLM, HOPPER) == []
+    assert find_problems(dataclasses.replace(settings, dcp_size=1), GLM, HOPPER) == []
+
+
+def test_both_flags_of_the_memory_saver_are_read_without_sglang():
+    read_saver = read_without_sglang(["--dcp-size", "8", SAVER]).settings
+    assert (read_saver.enable_memory_saver, read_saver.enable_weights_cpu_backup) == (True, False)
+    read_both = read_without_sglang(["--dcp-size", "8", SAVER, BACKUP]).settings
+    assert (read_both.enable_memory_saver, read_both.enable_weights_cpu_backup) == (True, True)
+
+
+@pytest.mark.sglang
+@pytest.mark.usefixtures("registered", "on_hopper")
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        (f"{SAVER} --dcp-comm-backend a2a", True),
+        (f"{SAVER} --dcp-comm-backend a2a --enable-draft-weights-cpu-backup", True),
+        (f"{SAVER} --dcp-comm-backend a2a {BACKUP}", False),
+        (f"{SAVER} --dcp-comm-backend a2a --no-dcp-replicate-q-proj", False),
+        (f"{SAVER} --dcp-comm-backend ag_rs", False),
+        (BACKUP, False),
+    ],
+)
+def test_sglangs_own_resolution_refuses_released_weights_without_a_backup(
+    flags, refused, model_path, parse_server_args
+):
+    base = f"--model-path {model_path()} --device cuda --tp-size 8 --dcp-size 8 --attention-backend nsa"
+    server_args = parse_server_args([*base.split(), "--kv-cache-dtype", "fp8_e4m3", *flags.split()])
+    if refused:
+        with pytest.raises(ValueError, match=f"{SAVER} without {BACKUP}: weights that were released"):
+            server_args.resolve_once()
+    else:
+        server_args.resolve_once()
+
+
 def test_flashinfers_selection_is_refused_with_zigzag_alone():
     for strategy, problems in (("interleave", 0), ("zigzag", 1)):
         settings = dataclasses.replace(CP_DCP, cp_strategy=strategy, dsa_topk_backend="flashinfer")

@@ -177,7 +177,7 @@ requests = st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0, 0, 1, 63, 6
     unfused=st.booleans(),
     rows_per_chunk=st.sampled_from([None, 2]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_ranks_share_together_is_the_selection_of_the_whole_batch(
     select_all, requests, world_size, padding, unfused, rows_per_chunk
 ):

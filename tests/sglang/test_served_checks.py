@@ -25,6 +25,7 @@ def report(**changes):
     answer = {"name": "9 tokens", "tokens": [7, 8], "logprobs": [-0.10, -0.70], "top": top, "cached_tokens": 4}
     return {
         "config": "tp4-dcp4",
+        "model": "models/glm",
         "command": ["--max-total-tokens", "64"],
         "max_total_num_tokens": 256,
         "logged_capacity": [256],
@@ -34,8 +35,8 @@ def report(**changes):
     } | changes
 
 
-def updated(status, said="nsa-dcp: online weight updates are not supported here", tokens_kept=True):
-    return {"config": "tp4-dcp4-update", "update": {"status": status, "said": said, "tokens_kept": tokens_kept}}
+def updated(status, said="nsa-dcp: online weight updates are not supported here", tokens_kept=True, **more):
+    return {"config": "tp4-dcp4-update", "update": {"status": status, "said": said, "tokens_kept": tokens_kept} | more}
 
 
 def answer_of(other):
@@ -117,10 +118,13 @@ def test_what_is_missing_fails(missing):
         (updated(200, tokens_kept=True), "the answers are the old ones"),
         (updated(400, tokens_kept=False), "refused, and the answers changed"),
         (updated(500, "a traceback"), "500: a traceback"),
+        (updated(400, session=[200, 200, 200]), "a session's beginning, load and end were answered [200, 200, 200]"),
+        (updated(400, session=[200, 400, 200], tokens_kept=False), "refused, and the answers changed"),
     ],
     ids=[
         *["capacity", "logged-capacity", "malformed", "afterwards", "retract", "kill", "prefix"],
         *["update-without-effect", "update-with-half-an-effect", "update-fails"],
+        *["session-that-loads", "session-with-an-effect"],
     ],
 )
 def test_a_report_that_contradicts_itself_is_a_problem(changes, problem):
@@ -165,10 +169,12 @@ def test_rounding_comes_from_two_stock_servers(tmp_path):
     assert "Rounding: 0.0600 nats" in done.stdout
     assert "| tp4-dcp4 | 2 of 2 | tp4-dcp4 | 256 | 0 | 0.0300 | same tokens |" in done.stdout
     assert (tmp_path / "summary.md").read_text() == done.stdout
-    kept = run([*command, "--keep", str(tmp_path / "kept")], check=True)
+    rows = tmp_path / "kept.jsonl"
+    kept = run([*command, "--keep", str(rows)], check=True)
     assert kept.stdout == done.stdout
-    (answer,) = json.loads((tmp_path / "kept" / "1.json").read_text())["scenes"]["first"]
-    assert answer == {key: value for key, value in answer_of(other).items() if key != "top"}
+    reference, compared = map(json.loads, rows.read_text().splitlines())
+    assert reference["reference"] is None and compared["reference"]["server"] == "tp4-dcp4"
+    assert (compared["identical"], compared["tokens"], compared["largest_difference"]) == (2, 2, 0.03)
     strict = run([*command[:5], "--rounding", "0.01"])
     assert strict.returncode == 1
     assert "differ by 0.0300" in strict.stdout
@@ -246,7 +252,7 @@ def test_a_server_and_its_children_are_ended_whatever_happens(tmp_path, unused_p
             [sys.executable, "-c", FAKE_SERVER, str(unused_port)], {}, unused_port, tmp_path / "log"
         ) as server,
     ):
-        server.wait_until_ready(30)
+        server.wait_until_ready(900)
         processes = [server.process.pid, *server.children()]
         assert len(processes) == 2
         answers = serve.ask_at_once(server, {"a": [1, 2], "b": [5]})
@@ -261,7 +267,7 @@ def test_a_server_that_dies_at_its_start_is_reported_with_its_log(tmp_path, unus
         server_process.Server(command, {}, unused_port, tmp_path / "log") as server,
         pytest.raises(RuntimeError, match=r"(?s)ended with 3.*no such flag"),
     ):
-        server.wait_until_ready(30)
+        server.wait_until_ready(900)
 
 
 def test_the_entry_point_is_found_as_if_it_were_installed(tmp_path):

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.sglang.served_parts import make_weight_updater
+
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("registered", "on_hopper")]
 
 DCP_SIZE, DCP_RANK, HEADS = 4, 1, 64
@@ -31,13 +33,16 @@ def runner(make_rank, model_path):
     torch.nn.Module.__init__(attention.indexer)
     attention.indexer.index_topk, attention.indexer.sm_count = 2048, 132
     attention.attn_mqa_for_dcp_decode = SimpleNamespace(tp_q_head_num=HEADS)
+    model = torch.nn.ModuleList([attention])
     return SimpleNamespace(
         server_args=server_args,
         model_config=model_config_of(server_args),
         is_draft_worker=False,
+        max_running_requests=16,
+        weight_updater=make_weight_updater(lambda: model),
         token_to_kv_pool=rank.pool,
         token_to_kv_pool_allocator=rank.allocator,
-        model=torch.nn.ModuleList([attention]),
+        model=model,
         prefill_attention_backend_str="nsa",
         decode_attention_backend_str="nsa",
     )

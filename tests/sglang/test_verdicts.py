@@ -11,12 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import launch_commands
 import pytest
-import server_verdicts
-from following_advice import follow
-from served_settings import GLM, TP_DCP
-from test_feature_rules import COMMANDS
 
 import nsa_dcp.sglang_plugin
 from nsa_dcp.sglang_plugin.admission import launch_parser, sglang_flags
@@ -24,6 +19,11 @@ from nsa_dcp.sglang_plugin.admission.advice import Advice
 from nsa_dcp.sglang_plugin.admission.server_settings import Problem
 from nsa_dcp.sglang_plugin.admission.validation import find_problems
 from nsa_dcp.sglang_plugin.doctor import doctor
+from tests import launch_commands, server_verdicts
+from tests.following_advice import follow
+from tests.served_settings import GLM, TP_DCP
+from tests.sglang.conftest import TINY_GLM_DSA
+from tests.sglang.test_feature_rules import COMMANDS
 
 # Another number draws other commands.
 SEED = os.environ.get("NSA_DCP_TEST_SEED", str(os.getpid()))
@@ -39,8 +39,6 @@ needs_sglang = [pytest.mark.sglang, pytest.mark.usefixtures("models", "registere
 @pytest.fixture
 def models(tmp_path, monkeypatch):
     """Models and files of the commands, in the working directory."""
-    from conftest import TINY_GLM_DSA
-
     glm = TINY_GLM_DSA | {"num_hidden_layers": 8, "index_topk_freq": 4}
     deepseek = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "num_attention_heads": 128}
     configs = {
@@ -195,6 +193,7 @@ REFUSED = [
     f"{launch_commands.P} --tp 8 --attn-cp-size 3",
     f"{launch_commands.P} --tp 8 --enable-prefill-cp",
     f"{launch_commands.F} --chunked-prefill-size 131072",
+    f"{launch_commands.F} --enable-memory-saver",
     *(
         f"{launch_commands.F} --json-model-override-args {shlex.quote(json.dumps(overrides))}"
         for overrides in (

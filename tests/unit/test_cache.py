@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_dcp.cache import STORAGE_DTYPES, IndexKeyCache, LatentCache, PageAllocator
@@ -195,7 +195,6 @@ def test_a_pool_without_rows_hands_out_nothing():
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=30), dcp_size=st.sampled_from(DCP_SIZES))
-@settings(deadline=None)
 def test_released_pages_are_reused_and_ranks_hand_out_the_same_ones(steps, dcp_size):
     """Two allocators that see the same calls agree without talking, and no page is ever held twice."""
     ranks = [PageAllocator(12 * 64, dcp_size) for _ in range(2)]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_dcp.cp_layout import STRATEGIES, can_split, restore_index, share_of, split_tokens
@@ -36,7 +36,6 @@ def chunks(draw):
 
 
 @given(chunk=chunks())
-@settings(deadline=None)
 def test_every_token_falls_to_one_rank_and_requests_stay_in_order(chunk):
     lens, cp_size, strategy = chunk
     shares = split_tokens(*chunk)
@@ -51,7 +50,6 @@ def test_every_token_falls_to_one_rank_and_requests_stay_in_order(chunk):
 
 
 @given(chunk=chunks())
-@settings(deadline=None)
 def test_gathered_shares_are_restored_to_the_chunks_order(chunk):
     shares = split_tokens(*chunk)
     longest = max(map(len, shares))
@@ -62,7 +60,6 @@ def test_gathered_shares_are_restored_to_the_chunks_order(chunk):
 
 
 @given(chunk=chunks())
-@settings(deadline=None)
 def test_a_share_is_described_by_one_request_index(chunk):
     _check_shares(*chunk)
 
@@ -104,7 +101,6 @@ def test_zigzag_evens_causal_work(cp_size):
 
 
 @given(length=st.integers(64, 3000), cp_size=st.sampled_from((2, 3, 4, 8)))
-@settings(deadline=None)
 def test_zigzag_work_differs_by_a_few_queries_where_blocks_are_uneven(length, cp_size):
     work = [int((share + 1).sum()) for share in split_tokens([length], cp_size, "zigzag")]
     assert max(work) - min(work) <= 3 * length

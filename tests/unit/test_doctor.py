@@ -223,7 +223,7 @@ def test_pairs_without_nvlink_are_named():
 
 def test_an_nvidia_smi_that_hangs_is_a_finding():
     def hang(command, timeout_s):
-        return machine_checks.run_bounded(["sleep", "600"], timeout_s=0.1)
+        return machine_checks.run_bounded(["sleep", "600"], timeout_s=0.1)  # runs out on purpose
 
     (check,) = check_gpus(hang)
     assert (check.status, check.found) == ("failed", "nvidia-smi did not answer within 60 s")

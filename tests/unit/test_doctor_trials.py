@@ -30,16 +30,16 @@ DOCTOR = [
     "sys.exit(args.run(args))",
 ]
 ENDLESS = "import time\ntime.sleep(600)\n"
-# Waits for the file `go` beside it; one minute later it leaves `tired` there and goes on.
+# Waits for the file `go` beside it; after 15,000 looks it leaves `tired` there and goes on.
 WAITS_FOR_GO = """\
 import pathlib, time
 here = pathlib.Path(__file__).parent
-end = time.monotonic() + 60
-while not (here / "go").exists():
-    if time.monotonic() > end:
-        (here / "tired").touch()
+for _ in range(15000):
+    if (here / "go").exists():
         break
     time.sleep(0.01)
+else:
+    (here / "tired").touch()
 """
 ORDER = [
     "import torch",
@@ -114,7 +114,7 @@ def test_findings_come_in_one_order_whichever_ends_first(packages):
 def test_a_slow_import_is_given_up_and_the_others_are_not_held_up(packages):
     packages("torch", ENDLESS)
     clock = Clock()
-    with Trials(list_trials(with_command=False), timeout_s=100, clock=clock) as trials:
+    with Trials(list_trials(with_command=False), timeout_s=100, clock=clock) as trials:  # runs out on purpose
         # The clock stands still: these answers came while torch was still hanging.
         for module in ("triton", "flash_mla", "deep_gemm", "sglang"):
             assert "file" in trials.ask(f"import:{module}")
@@ -167,7 +167,7 @@ def test_no_process_outlives_its_trials(packages):
 def test_a_probe_ends_by_itself_when_its_doctor_is_gone(packages):
     packages("triton", ENDLESS)
     done = subprocess.run(
-        [sys.executable, "-m", "nsa_dcp.sglang_plugin.doctor.probe", "1", "import:triton", "--"], timeout=100
+        [sys.executable, "-m", "nsa_dcp.sglang_plugin.doctor.probe", "1", "import:triton", "--"], timeout=900
     )
     assert done.returncode == -14
 

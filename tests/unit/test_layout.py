@@ -63,7 +63,6 @@ def test_owner_and_row_name_one_slot_each_over_the_whole_range(slots, dcp_size, 
 
 
 @given(lens=st.lists(st.integers(0, 2000), max_size=6), dcp_size=group_sizes, interleave=interleaves)
-@settings(deadline=None)
 def test_local_seq_lens_count_the_tokens_dealt_to_each_rank(lens, dcp_size, interleave):
     """Sources: vllm-project/vllm 38416, ROCm/ATOM 1746."""
     seq_lens = torch.tensor(lens, dtype=torch.int32)
@@ -139,7 +138,7 @@ def test_slots_at_takes_no_rows():
 
 
 @given(data=st.data(), dcp_size=group_sizes)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_the_index_cache_keeps_a_position_at_its_undivided_slot(data, dcp_size):
     """The one consumer of slots as they are: no filter and no divide on the way to the index keys.
 
@@ -164,7 +163,7 @@ def test_index_page_table_of_several_requests_keeps_rows_apart():
 
 
 @given(data=st.data(), dcp_size=group_sizes, interleave=interleaves)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_ownership_can_be_told_from_a_position_or_from_its_slot(data, dcp_size, interleave):
     """Pages start at multiples of the widened page, so both spaces agree. Source: sgl-project/sglang 31821."""
     page = widened_page_size(dcp_size)

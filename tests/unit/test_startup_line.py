@@ -48,6 +48,7 @@ def test_the_line_states_mode_group_kernel_bytes_and_budgets():
     facts = json.loads(line.removeprefix(PREFIX))
     assert (facts["mode"], facts["dcp_size"], facts["dcp_group"]) == ("TP-DCP", 8, list(range(8)))
     assert (facts["heads"], facts["head_bucket"], facts["dcp_comm_backend"]) == (64, 64, "a2a")
+    assert facts["prefix_unit_tokens"] == 64 * 8
     assert (facts["latent_bytes_per_token"], facts["index_key_bytes_per_token"]) == (6396, 2772)
     assert facts["buffer_budget_bytes"]["page_gather"] == 131072 * 656
     # 1,024 query tokens over the gathered rows.

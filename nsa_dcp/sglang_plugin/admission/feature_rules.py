@@ -117,6 +117,18 @@ def find_feature_problems(settings: ServerSettings) -> list[Problem]:
                 ),
             )
         )
+    if settings.enable_memory_saver and not settings.enable_weights_cpu_backup and settings.copies_weights:
+        problems.append(
+            Problem(
+                "--enable-memory-saver without --enable-weights-cpu-backup",
+                "weights that were released come back undefined, and the update that would bring them is refused: "
+                "it does not reach the copies that decode reads",
+                advise(
+                    Change(("--enable-weights-cpu-backup",), said="add --enable-weights-cpu-backup"),
+                    Change(("--no-dcp-replicate-q-proj",), ("--enable-cp-decode-attn-tp",)),
+                ),
+            )
+        )
     return problems
 
 

@@ -65,6 +65,8 @@ class ServerSettings:
     enable_lora: bool = False
     lora_paths: object = None
     checkpoint_engine_wait_weights_before_ready: bool = False
+    enable_memory_saver: bool = False
+    enable_weights_cpu_backup: bool = False
     elastic_ep_backend: str | None = None
     speculative_algorithm: str | None = None
     speculative_eagle_topk: int | None = None

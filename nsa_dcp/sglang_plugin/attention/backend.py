@@ -21,6 +21,8 @@ from nsa_dcp_kernels.kv_format import LATENT_DIM
 
 # sglang merges base-2 log-sum-exps for this backend; nsa_dcp_kernels returns natural ones. -inf stays -inf.
 LOG2_E = math.log2(math.e)
+# The attribute of a selection's tensor that holds what the last layer attended with.
+_CARRIED = "_nsa_dcp_prepared"
 
 
 class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
@@ -37,7 +39,6 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
         """
         super().__init__(model_runner)
         self._fused_decode_metadata = PagewiseDecodeMetadata(self._fused_decode_metadata)
-        self._shared_selection = SharedSelection()
         self.check_kernel(self.token_to_kv_pool.get_key_buffer(self.token_to_kv_pool.start_layer))
 
     @property
@@ -100,7 +101,7 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
                 f"{self.num_dcp_q_heads}; nsa-dcp cannot serve this phase"
             )
         queries, rows = q_all.view(-1, layer.tp_q_head_num, layer.head_dim), cache_rows(kv_cache)
-        selection = self._shared_selection.prepare(
+        selection = prepare_once(
             page_table_1, layer.layer_id, metadata, lambda slots: self._localize(slots, rows.dtype == torch.uint8)
         )
         out, lse = attend_selection(queries, rows, selection, sm_scale)
@@ -134,37 +135,28 @@ class NoSchedule:
         """Take over another schedule: nothing."""
 
 
-class SharedSelection:
-    """Prepares a selection once, for all the consecutive layers that attend to it.
+def prepare_once(topk_slots: torch.Tensor, layer_id: int, metadata: object, make: Callable[[torch.Tensor], Any]) -> Any:
+    """Return what `make` makes of a selection, from the layer before where that attended to the same one.
 
-    Layers that share a selection are handed the same tensor. Its identity counts only together with that of the
-    forward's metadata and with consecutive layers, so that a tensor which outlives its forward is never taken for the
-    next one's. In a captured graph this is decided at capture, and every replay follows it.
+    Layers that share a selection are handed the same tensor, and the tensor carries what was made of it, so that
+    nothing outlives the forward. That it is the same tensor counts only together with the forward's metadata and with
+    consecutive layers: a forward runs ascending layers, so its first one never follows the last one that attended, and
+    a tensor which outlives its forward is never taken for the next one's. In a captured graph this is decided at
+    capture, and every replay follows it.
+
+    Args:
+        topk_slots: [T, K] int32, slots of the widened pool, -1 anywhere.
+        layer_id: the layer that is about to attend.
+        metadata: the forward's metadata object, of which there is one per forward.
+        make: called with the selection, which its result must not hold; the same function in all layers of a forward.
     """
-
-    def __init__(self) -> None:
-        self._slots: torch.Tensor | None = None
-        self._metadata: object = None
-        self._layer_id = -1
-        self._prepared: Any = None
-
-    def prepare(
-        self, topk_slots: torch.Tensor, layer_id: int, metadata: object, make: Callable[[torch.Tensor], Any]
-    ) -> Any:
-        """Return what `make` makes of a selection, from the layer before where that attended to the same one.
-
-        Args:
-            topk_slots: [T, K] int32, slots of the widened pool, -1 anywhere.
-            layer_id: the layer that is about to attend.
-            metadata: the forward's metadata object, of which there is one per forward.
-            make: called with the selection; the same function in all layers of a forward.
-        """
-        shared = topk_slots is self._slots and metadata is self._metadata and layer_id == self._layer_id + 1
-        if not shared or self._prepared is None:
-            self._prepared = make(topk_slots)
-            self._slots, self._metadata = topk_slots, metadata
-        self._layer_id = layer_id
-        return self._prepared
+    carried = getattr(topk_slots, _CARRIED, None)
+    if carried is not None and carried[0] is metadata and layer_id == carried[1] + 1:
+        prepared = carried[2]
+    else:
+        prepared = make(topk_slots)
+    setattr(topk_slots, _CARRIED, (metadata, layer_id, prepared))
+    return prepared
 
 
 def cache_rows(kv_cache: torch.Tensor) -> torch.Tensor:

@@ -12,13 +12,16 @@ import torch
 from sglang.srt.layers.cp.base import get_cp_strategy, is_zigzag
 from sglang.srt.layers.cp.utils import is_cp_active
 
-from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend, cache_rows
+from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend, cache_rows, prepare_once
 from nsa_dcp.sglang_plugin.attention.cp_decode import attend_replicated
 from nsa_dcp.sglang_plugin.attention.cp_pages import PageBuffer, plan_parts
-from nsa_dcp.sglang_plugin.attention.cp_prefill import PartSelections, PrefillPages, attend_parts
+from nsa_dcp.sglang_plugin.attention.cp_prefill import PartSelections, attend_parts
 from nsa_dcp.sglang_plugin.attention.cp_zigzag import shard_metadata
 from nsa_dcp_kernels import LocalSelection
 from nsa_dcp_kernels.kv_format import PAGE_SIZE
+
+# The attribute of a spread prefill's metadata that holds the pages its layers gather.
+_PARTS = "_nsa_dcp_parts"
 
 
 class CpDcpSparseAttnBackend(DcpDeepseekSparseAttnBackend):
@@ -42,7 +45,6 @@ class CpDcpSparseAttnBackend(DcpDeepseekSparseAttnBackend):
 
     def _start(self, group: Any, comm_backend: str, buffer: PageBuffer) -> None:
         self._group, self._comm_backend, self._buffer = group, comm_backend, buffer
-        self._prefill: PrefillPages | None = None
 
     @property
     def attended_heads(self) -> int:
@@ -56,7 +58,6 @@ class CpDcpSparseAttnBackend(DcpDeepseekSparseAttnBackend):
             forward_batch: sglang's ForwardBatch.
         """
         super().init_forward_metadata(forward_batch)
-        self._prefill = None
         if forward_batch.attn_cp_metadata is None or not is_cp_active(forward_batch):
             return
         if is_zigzag():
@@ -70,7 +71,8 @@ class CpDcpSparseAttnBackend(DcpDeepseekSparseAttnBackend):
             rows // PAGE_SIZE,
             self._buffer.pages,
         )
-        self._prefill = PrefillPages(self.forward_metadata, parts)
+        # The dataclass is frozen, and made anew for each forward: the pages live as long as it does.
+        object.__setattr__(self.forward_metadata, _PARTS, parts)
 
     def _forward_flashmla_kv(
         self,
@@ -100,23 +102,23 @@ class CpDcpSparseAttnBackend(DcpDeepseekSparseAttnBackend):
         Raises:
             RuntimeError: the layer attends with neither all heads nor a slice of them where it may.
         """
-        prefill = self._prefill if self._prefill is not None and self._prefill.metadata is metadata else None
+        parts = getattr(metadata, _PARTS, None)
         heads = layer.tp_q_head_num
-        if heads != self.num_q_heads and (prefill or heads * self.dcp_size != self.num_q_heads):
+        if heads != self.num_q_heads and (parts or heads * self.dcp_size != self.num_q_heads):
             raise RuntimeError(
                 f"layer {layer.layer_id} attends with {heads} of {self.num_q_heads} heads in a "
-                f"{'spread' if prefill else 'replicated'} step; nsa-dcp cannot serve this phase"
+                f"{'spread' if parts else 'replicated'} step; nsa-dcp cannot serve this phase"
             )
         queries, rows = q_all.view(-1, heads, layer.head_dim), cache_rows(kv_cache)
-        if prefill is not None:
-            selections = self._shared_selection.prepare(
+        if parts is not None:
+            selections = prepare_once(
                 page_table_1,
                 layer.layer_id,
                 metadata,
-                lambda slots: PartSelections(slots, prefill.parts, self.dcp_size),
+                lambda slots: PartSelections(slots, parts, self.dcp_size),
             )
-            return attend_parts(queries, rows, prefill.parts, selections, self._buffer, sm_scale)
-        selection = self._shared_selection.prepare(
+            return attend_parts(queries, rows, parts, selections.of(page_table_1), self._buffer, sm_scale)
+        selection = prepare_once(
             page_table_1,
             layer.layer_id,
             metadata,

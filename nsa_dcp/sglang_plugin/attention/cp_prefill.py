@@ -7,7 +7,6 @@ and its pages come with the prefix's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,23 +18,12 @@ from nsa_dcp_kernels import LocalSelection, attend_selection, merge_partials
 _MERGED_ROWS = 1024
 
 
-@dataclass(frozen=True)
-class PrefillPages:
-    """The pages of one forward.
-
-    metadata: sglang's metadata object of that forward, which is how it is recognised.
-    parts: what is gathered in each layer, one after the other.
-    """
-
-    metadata: object
-    parts: tuple[GatheredPages, ...]
-
-
 class PartSelections:
-    """One selection, for `attend_parts`: of each part of a forward, the selected tokens that lie in it, in order.
+    """Of each part of a forward the tokens of one selection that lie in it, for `attend_parts`.
 
     Of a forward in one part they are prepared once, for all layers that share the selection. Of several parts each
     takes as much memory as the whole selection, so that they are prepared anew in every layer, one after the other.
+    The selection itself is not held: its tensor carries this object (`backend.prepare_once`).
 
     Args:
         topk_slots: [T, K] int32, slots of the widened pool, -1 anywhere. This rank's query tokens.
@@ -44,20 +32,21 @@ class PartSelections:
     """
 
     def __init__(self, topk_slots: torch.Tensor, parts: Sequence[GatheredPages], dcp_size: int) -> None:
-        self._topk_slots, self._parts, self._dcp_size = topk_slots, parts, dcp_size
+        self._parts, self._dcp_size = parts, dcp_size
         self._only = localize_gathered(topk_slots, parts[0], dcp_size) if len(parts) == 1 else None
 
-    def __iter__(self) -> Iterator[LocalSelection]:
+    def of(self, topk_slots: torch.Tensor) -> Iterator[LocalSelection]:
+        """Return the parts' selections, in order. `topk_slots`: the selection that this was made of."""
         if self._only is not None:
             return iter((self._only,))
-        return (localize_gathered(self._topk_slots, part, self._dcp_size) for part in self._parts)
+        return (localize_gathered(topk_slots, part, self._dcp_size) for part in self._parts)
 
 
 def attend_parts(
     q: torch.Tensor,
     cache_rows: torch.Tensor,
     parts: Sequence[GatheredPages],
-    selections: PartSelections,
+    selections: Iterator[LocalSelection],
     buffer: PageBuffer,
     sm_scale: float,
 ) -> torch.Tensor:
@@ -67,18 +56,17 @@ def attend_parts(
         q: [T, H, 576]. Absorbed queries of this rank's tokens, all heads. T differs between ranks.
         cache_rows: [R, 656] uint8 or [R, 576] bfloat16, this rank's rows of one layer, the chunk's included.
         parts: the forward's, at least one.
-        selections: of the same parts.
+        selections: of the same parts, in their order: what `PartSelections.of` returns.
         buffer: where the pages land.
         sm_scale: multiplies q . k before the softmax.
 
     Returns:
         [T, H, 512], dtype of `q`; zeros for a row that selects nothing.
     """
-    prepared = iter(selections)
 
     def attend(part: GatheredPages) -> tuple[torch.Tensor, torch.Tensor]:
         # merge_partials reads an empty row's +inf as it reads -inf.
-        return attend_selection(q, buffer.gather(cache_rows, part), next(prepared), sm_scale, raw_lse=True)
+        return attend_selection(q, buffer.gather(cache_rows, part), next(selections), sm_scale, raw_lse=True)
 
     out, lse = attend(parts[0])
     for part in parts[1:]:

@@ -24,10 +24,14 @@ from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE
 # but are unknown when a graph is captured. A verify step's rows are counted like decode's: on Hopper sglang scores each
 # of them on its own.
 MIN_ROWS = 64
+# The attribute of a step's metadata that holds whose share was selected for, the last layer that did, and by what.
+_CARRIED = "_nsa_dcp_narrowed"
 
 
 class RankRequests:
     """This rank's requests of a decode step, and their metadata, made once a step for all its indexers.
+
+    Nothing of a step is held here: what was made of its metadata is carried by them, and goes when they go.
 
     Args:
         group: sglang's group of the ranks that have every row of the step: the attention-TP group, or the DCP group
@@ -36,9 +40,6 @@ class RankRequests:
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self._whole: object = None
-        self._layer_id = -1
-        self._narrowed: list[Any] = []
 
     def requests(self, num_requests: int, num_rows: int) -> slice | None:
         """Return this rank's requests of a batch; None where every rank selects for all of them.
@@ -65,11 +66,12 @@ class RankRequests:
             layer_id: the layer that is about to select.
             pieces: of its requests, as `cut_evenly` returned, the same in every layer.
         """
-        if metadata.attn_metadata is not self._whole or layer_id <= self._layer_id:
-            self._narrowed = [narrow_metadata(metadata, requests) for requests in pieces]
-            self._whole = metadata.attn_metadata
-        self._layer_id = layer_id
-        return self._narrowed
+        share, last_layer, narrowed = getattr(metadata.attn_metadata, _CARRIED, (None, layer_id, []))
+        if share is not self or layer_id <= last_layer:
+            narrowed = [narrow_metadata(metadata, requests) for requests in pieces]
+        # The dataclass is frozen.
+        object.__setattr__(metadata.attn_metadata, _CARRIED, (self, layer_id, narrowed))
+        return narrowed
 
 
 class RowSplitDecodeSelection:

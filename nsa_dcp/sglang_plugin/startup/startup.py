@@ -15,8 +15,10 @@ from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.sglang_plugin import resolution
 from nsa_dcp.sglang_plugin.admission.server_shape import shape_of
 from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE, SPARSE_BACKEND, head_bucket, is_served_here
+from nsa_dcp.sglang_plugin.attention.idle_steps import prepare_idle_steps_quietly
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version, require
 from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_on_every_rank
+from nsa_dcp.sglang_plugin.startup.agreement import check_agreement
 from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
 from nsa_dcp.sglang_plugin.startup.weight_updates import refuse_weight_updates
 
@@ -39,7 +41,10 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     """
     from sglang.srt.runtime_context import get_exec, get_parallel
 
-    if model_runner.is_draft_worker or get_parallel().attn_dcp_size == 1:
+    if model_runner.is_draft_worker:
+        _leave_draft_weights(model_runner)
+        return _stock_backend(model_runner, stock)
+    if get_parallel().attn_dcp_size == 1:
         return _stock_backend(model_runner, stock)
     kernel = get_exec().kernel
     settings, model, capability = resolution.read_command(model_runner.server_args)
@@ -62,7 +67,10 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     _check_topology(parallel)
     _check_pool(model_runner, parallel.attn_dcp_size)
     _check_model(model_runner, parallel.attn_dcp_size)
-    refuse_weight_updates(model_runner.model, settings)
+    if parallel.attn_cp_size == 1:
+        _check_tensor_parallel(model_runner, parallel)
+    check_agreement(model_runner, parallel, settings, model)
+    refuse_weight_updates(model_runner, settings)
     if parallel.attn_cp_size > 1:
         from nsa_dcp.sglang_plugin.startup.cp_startup import (
             build_context_parallel_backend,
@@ -75,8 +83,8 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
 
     from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend
 
-    _check_tensor_parallel(model_runner, parallel)
     select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group)
+    prepare_idle_steps_quietly(model_runner.model)
     backend = DcpDeepseekSparseAttnBackend(model_runner)
     logger.info(describe_server(model_runner, parallel))
     return backend
@@ -117,6 +125,13 @@ def describe_server(model_runner: Any, parallel: Any) -> str:
         pool=pool,
         buffers=buffers,
     )
+
+
+def _leave_draft_weights(model_runner: Any) -> None:
+    """See to it that an update which the target refuses leaves its draft's weights as they are."""
+    settings, model, capability = resolution.read_command(model_runner.server_args)
+    if is_served_here(settings, model, capability):
+        refuse_weight_updates(model_runner, settings)
 
 
 def _stock_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:

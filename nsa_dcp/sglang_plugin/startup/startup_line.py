@@ -61,7 +61,8 @@ def startup_line(
 
 
 def pool_facts(pool: Any, dcp_size: int) -> dict[str, float]:
-    """What a pool holds: rows of this GPU, tokens of the group, and bytes per token on this GPU.
+    """What a pool holds: rows of this GPU, tokens of the group and of a unit of cached prefixes, and bytes per token on
+    this GPU.
 
     Args:
         pool: `size` rows in pages of `page_size`; `kv_buffer`, one [rows, ...] tensor a layer;
@@ -72,6 +73,8 @@ def pool_facts(pool: Any, dcp_size: int) -> dict[str, float]:
     return {
         "rows_per_gpu": pool.size,
         "tokens": pool.size * dcp_size,
+        # The allocator hands out a page of every rank at once, and the radix cache keeps whole ones.
+        "prefix_unit_tokens": pool.page_size * dcp_size,
         "latent_bytes_per_token": sum(rows[0].nbytes for rows in pool.kv_buffer) / dcp_size,
         "index_key_bytes_per_token": sum(pages.nbytes for pages in pool.index_k_with_scale_buffer) / slots,
     }
