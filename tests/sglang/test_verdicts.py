@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import json
 import os
+import re
 import shlex
 import sys
 from collections import Counter
@@ -28,6 +29,7 @@ from tests.sglang.test_feature_rules import COMMANDS
 # Another number draws other commands.
 SEED = os.environ.get("NSA_DCP_TEST_SEED", str(os.getpid()))
 DRAWN = 240
+ROOT = Path(__file__).parents[2]
 YAML = {
     "SERVER.yaml": {"model-path": "GLM", "tp-size": 8, "dcp-size": 8, "trust-remote-code": True},
     "HISPARSE.yaml": {"model": "GLM", "tp-size": 8, "dcp-size": 8, "enable-hisparse": True},
@@ -193,6 +195,8 @@ REFUSED = [
     f"{launch_commands.P} --tp 8 --attn-cp-size 3",
     f"{launch_commands.P} --tp 8 --enable-prefill-cp",
     f"{launch_commands.F} --chunked-prefill-size 131072",
+    f"{launch_commands.F} --attention-backend fa3",
+    f"{launch_commands.F} --dsa-decode-backend fa3",
     f"{launch_commands.F} --enable-memory-saver",
     *(
         f"{launch_commands.F} --json-model-override-args {shlex.quote(json.dumps(overrides))}"
@@ -228,6 +232,17 @@ class TestAdvice:
         assert find_problems(dataclasses.replace(TP_DCP, page_size=128), GLM, (9, 0))
         missed = _rule_sites() - sites
         assert missed == set(), "rules that no command here is refused by"
+
+    def test_the_runbooks_table_names_every_flag_that_is_refused_and_no_other(self):
+        section = (ROOT / "docs" / "runbook.md").read_text().split("## 6.")[1].split("\n## ")[0]
+        first_column = "\n".join(row.split("|")[1] for row in section.splitlines() if row.startswith("| "))
+        commands = [*map(shlex.split, REFUSED), *launch_commands.hand_written()]
+        asked = "\n".join(problem.asked for words in commands for problem in _problems(words))
+        # A refused backend is named by its phase, and not by the flag that it came from.
+        typed = "\n".join(shlex.join(words) for words in commands if _problems(words))
+        described, refused, given = (set(re.findall(r"--[a-z][a-z-]+", text)) for text in (first_column, asked, typed))
+        assert refused <= described, "refused and not in the runbook"
+        assert described <= refused | given, "in the runbook and not refused"
 
     def test_every_size_that_is_advised_on_a_grid_is_accepted(self):
         refused = []
