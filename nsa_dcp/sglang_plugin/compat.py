@@ -176,6 +176,16 @@ SYMBOLS = (
         ("self", "layer", "loc_info", "cache_k_nope", "cache_k_rope", "layer_id_override"),
     ),
     Symbol("sglang.srt.mem_cache.memory_pool:DSATokenToKVPool.get_key_buffer", "the rows", ("self", "layer_id")),
+    Symbol(
+        "sglang.srt.mem_cache.index_key_cache:IndexKeyCache.get_k_and_scale",
+        "a prefill's index keys, which we gather with offsets of 64 bits",
+        ("self", "layer_id", "seq_len_tensor", "page_indices", "seq_len_sum", "max_seq_len"),
+    ),
+    Symbol(
+        "sglang.srt.mem_cache.memory_pool:DSATokenToKVPool.get_index_k_scale_buffer",
+        "the indexer's door to it",
+        ("self", "layer_id", "seq_len_tensor", "page_indices", "seq_len_sum", "max_seq_len"),
+    ),
     Symbol("sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA", "it gathers heads and merges: dcp_size, head count"),
     Symbol(
         "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla:is_mla_dcp_lse_base_on_e",
@@ -224,6 +234,13 @@ SYMBOLS = (
         "sglang.srt.layers.cp.cp_decode_attn_tp:CP_DECODE_ATTN_TP_SUPPORTED_ARCHS",
         "whose attention weights are sliced; others are refused",
     ),
+    Symbol(
+        "sglang.srt.layers.cp.cp_decode_attn_tp:CpDecodeAttnTpContext._get_linear_attrs",
+        "it slices weight and weight_scale_inv of a layer, so both must be stored row by row",
+        ("self", "linear_instance"),
+    ),
+    Symbol("sglang.srt.layers.quantization.fp8:Fp8LinearMethod", "they are, in blocks of 128 and not for Marlin"),
+    Symbol("sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod", "they are"),
     Symbol("sglang.srt.layers.cp.base:get_cp_strategy", "how a prompt's tokens are dealt out", ()),
     Symbol("sglang.srt.layers.cp.base:is_zigzag", "whether by blocks", ()),
     Symbol("sglang.srt.layers.cp.utils:is_cp_active", "whether this forward is spread", ("forward_batch",)),

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from nsa_dcp.planning.dimensions import dims_from_config
@@ -25,6 +26,7 @@ from nsa_dcp.sglang_plugin.admission.validation import (
     find_typed_problems,
     is_served_here,
 )
+from nsa_dcp.sglang_plugin.admission.weight_rules import projection_format, read_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +133,8 @@ def read_command(server_args: Any, *, typed: bool = False) -> tuple[ServerSettin
 
     Args:
         server_args: sglang's ServerArgs.
-        typed: nothing is resolved yet; fields whose typed value does not matter count as what sglang makes of them.
+        typed: nothing is resolved yet: fields whose typed value does not matter count as what sglang makes of them, and
+            sglang has yet to divide the prefill chunk by the attention-DP shards.
 
     Returns:
         The settings, the checkpoint's facts, and the GPU's compute capability (None without a GPU).
@@ -151,6 +154,7 @@ def read_command(server_args: Any, *, typed: bool = False) -> tuple[ServerSettin
         decode_cuda_graph=_cuda_graph_backend(view, "decode"),
         foreign_draft=is_foreign_draft(view.speculative_draft_model_path, view.model_path),
         pp_layer_partition=os.environ.get(PARTITION_VARIABLE),
+        chunk_is_divided=not typed,
         **{name: values[name] for name in same_name},
     )
     if settings.dcp_size <= 1:
@@ -180,8 +184,13 @@ def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
         index_topk=hf_config.index_topk,
         index_kpool=get_dsa_index_kpool(hf_config),
         num_hidden_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        context_length=model_config.context_len,
         indexer_layers=tuple(
             layer for layer in range(hf_config.num_hidden_layers) if not dsa_layer_skips_topk(hf_config, layer)
+        ),
+        projection_format=projection_format(
+            read_quantization(hf_config.to_dict(), Path(model_path)), hf_config.num_hidden_layers
         ),
     )
 

@@ -25,6 +25,8 @@ take turns on it; under a CUDA MPS daemon they run beside each other, and 8 rank
     kill           at the end one rank is killed
     profile        at the end eight decode steps of eight requests are traced, into OUT/CONFIG-trace
     gpus           each rank has a GPU of its own, and sglang's own all-reduce
+    epN            expert parallelism over N ranks
+    triton         FP8 projections by Triton, where sglang's choice is DeepGEMM, which compiles each shape for minutes
     stock          without nsa-dcp
 
 Every wait is bounded, and every process is ended by its id.

@@ -49,16 +49,19 @@ def server_command(model: Path, config: str, port: int) -> tuple[list[str], dict
         "cpz": f"--enable-prefill-cp --cp-strategy zigzag --attn-cp-size {tp_size}",
         "slice": "--enable-cp-decode-attn-tp",
         "mixed": "--enable-mixed-chunk",
+        "triton": "--fp8-gemm-backend triton",
         "nextn": "--speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {DRAFT_TOKENS}",
     }
     flags += [flag for option, flag in optional.items() if option in options]
-    numbered = {"dp": "--attn-dp-size", "pp": "--pp-size", "c": "--context-length"}
+    numbered = {"dp": "--attn-dp-size", "pp": "--pp-size", "c": "--context-length", "ep": "--ep-size"}
     for option in options:
         if (found := re.fullmatch(r"([a-z]+)(\d+)", option)) and found[1] in numbered:
             flags.append(f"{numbered[found[1]]} {found[2]}")
     # Without DCP too, short prompts are attended to by the sparse kernels.
     environment = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
+    # DeepGEMM compiles for the batches that come, not for all of 1 to 16,384 tokens before the first.
+    environment["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] = "0"
     if "gpus" not in options:
         environment |= shared_gpu.ENVIRONMENT
     if retract:

@@ -1,10 +1,15 @@
 """Write a tiny checkpoint with real DSA dimensions, saved so that every server size has the same weights.
 
-    python -m scripts.served_checks.write_checkpoint OUT {glm,deepseek,glm-moe,deepseek-moe,glm-mtp,deepseek-mtp}
+    python -m scripts.served_checks.write_checkpoint OUT {glm,deepseek,glm-moe,deepseek-moe,glm-mtp,deepseek-mtp,
+        glm-fp8,deepseek-fp8,glm-w4afp8,deepseek-w4afp8}
 
 Its attention looks tokens up (lookup_weights.py). With random weights a token's attention averages thousands of values
 to almost nothing, losing half of them would hardly show, and rounding alone would settle many answers. A draft layer is
-random: it only proposes. All layers are dense, but in the `moe` models, where all but the first have experts.
+random: it only proposes. All layers are dense, but in the `moe` models and the quantised ones, where all but the first
+have experts.
+
+`fp8` and `w4afp8` models are quantised as the published checkpoints are (quantised_weights.py). Their shapes divide
+into blocks of 128 on up to 8 ranks, where an expert is as wide on a rank as GLM-5.2's and DeepSeek-V3.2's.
 """
 
 import argparse
@@ -16,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.served_checks.lookup_weights import LookupWeights
+from scripts.served_checks.quantised_weights import quantise, quantization_config
 
 NUM_LAYERS = 4
 COMMON = {
@@ -80,6 +86,16 @@ MODELS = {
     "glm-mtp": GLM | {"num_nextn_predict_layers": 1},
     "deepseek-mtp": DEEPSEEK | {"num_nextn_predict_layers": 1},
 }
+WIDE_EXPERTS = {"first_k_dense_replace": 1, "moe_intermediate_size": 2048}
+QUANTISED = {
+    "glm-fp8": (GLM | WIDE_EXPERTS, "fp8"),
+    "deepseek-fp8": (DEEPSEEK | WIDE_EXPERTS, "fp8-ue8m0"),
+    "glm-w4afp8": (GLM | WIDE_EXPERTS, "w4afp8"),
+    "deepseek-w4afp8": (DEEPSEEK | WIDE_EXPERTS, "w4afp8"),
+}
+MODELS |= {
+    name: shape | {"quantization_config": quantization_config(form)} for name, (shape, form) in QUANTISED.items()
+}
 
 
 def write_checkpoint(out: Path, name: str, seed: int = 0, shift: int = 0) -> None:
@@ -95,8 +111,10 @@ def write_checkpoint(out: Path, name: str, seed: int = 0, shift: int = 0) -> Non
     config = COMMON | {"num_nextn_predict_layers": 0} | MODELS[name]
     (out / "config.json").write_text(json.dumps(config, indent=1))
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in _tensors(config, generator)}
+    tensors = {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in _tensors(config, generator)}
     tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(shift, 0)
+    if name in QUANTISED:
+        tensors = quantise(tensors, QUANTISED[name][1])
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -11,6 +11,7 @@ KERNELS = {
     "_erase_past_kernel",
     "_gather_index_keys_kernel",
     "_fill_page_table_kernel",
+    "_gather_index_pages_kernel",
     "_gather_pages_kernel",
     "_list_pages_kernel",
     "_localize_kernel",

@@ -195,6 +195,9 @@ REFUSED = [
     f"{launch_commands.P} --tp 8 --attn-cp-size 3",
     f"{launch_commands.P} --tp 8 --enable-prefill-cp",
     f"{launch_commands.F} --chunked-prefill-size 131072",
+    f"{launch_commands.F} --chunked-prefill-size 10000",
+    f"{launch_commands.F} --chunked-prefill-size -1 --max-prefill-tokens 1000000",
+    f"{launch_commands.CP} --enable-cp-decode-attn-tp --quantization humming",
     f"{launch_commands.F} --attention-backend fa3",
     f"{launch_commands.F} --dsa-decode-backend fa3",
     f"{launch_commands.F} --enable-memory-saver",
@@ -208,7 +211,7 @@ REFUSED = [
         )
     ),
 ]
-RULES = ("validation", "feature_rules", "pipeline_rules", "stock_rules")
+RULES = ("validation", "feature_rules", "pipeline_rules", "stock_rules", "chunk_rules", "weight_rules")
 
 
 @pytest.mark.usefixtures("models")

@@ -126,7 +126,7 @@ def test_attention_dp_narrows_the_dcp_group(run):
 
 
 def test_what_only_sglang_can_judge_is_said_and_the_command_is_not_called_good(run):
-    status, verdict = judge(run, "--enable-eplb", "--context-length", "4096")
+    status, verdict = judge(run, "--enable-eplb", "--context-length", "9000000")
     assert (status, verdict["refused"], verdict["outcome"]) == (0, False, "undecided")
     assert verdict["unjudged"] == ["--context-length", "--enable-eplb"]
     text = run("--command-only", "--preset", "glm-5.2", "--", *COMMAND, "--enable-eplb")[1]

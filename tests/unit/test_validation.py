@@ -121,25 +121,6 @@ def test_a_size_below_1_is_refused_by_its_name_alone(base, field, size):
     assert "at least 1" in problem.reason
 
 
-@pytest.mark.parametrize(
-    ("base", "model", "most"),
-    [
-        (TP_DCP, GLM, 74606),
-        (TP_DCP, DEEPSEEK, 37303),
-        (CP_DCP, GLM, 74606),
-        (dataclasses.replace(TP_DCP, dcp_size=2), GLM, 522247),
-    ],
-    ids=["glm", "deepseek-v3.2", "cp-dcp", "dcp-2"],
-)
-def test_a_chunk_whose_partial_results_exceed_32_bit_offsets_is_refused(base, model, most):
-    for size in (1, 8192, most):
-        assert find_problems(dataclasses.replace(base, chunked_prefill_size=size), model, HOPPER) == []
-    for size in (most + 1, 2**20, -1, 0):
-        (problem,) = find_problems(dataclasses.replace(base, chunked_prefill_size=size), model, HOPPER)
-        assert problem.asked == f"--chunked-prefill-size {size}"
-        assert f"at most {most}" in problem.instead
-
-
 @pytest.mark.parametrize("base", [TP_DCP, CP_DCP], ids=["tp-dcp", "cp-dcp"])
 def test_a_config_without_heads_is_judged_and_not_divided_by(base):
     settings = dataclasses.replace(base, chunked_prefill_size=8192, enable_hisparse=True)

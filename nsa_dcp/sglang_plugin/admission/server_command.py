@@ -30,11 +30,14 @@ from nsa_dcp.sglang_plugin.admission.launch_line import strip_launcher as strip_
 from nsa_dcp.sglang_plugin.admission.server_settings import is_foreign_draft, settle_typed
 from nsa_dcp.sglang_plugin.admission.sglang_flags import list_unjudged
 from nsa_dcp.sglang_plugin.admission.validation import ModelFacts, ServerSettings
+from nsa_dcp.sglang_plugin.admission.weight_rules import projection_format, read_quantization
 
 _PRESET_ARCHITECTURES = {"glm-5.2": "GlmMoeDsaForCausalLM", "deepseek-v3.2": "DeepseekV32ForCausalLM"}
 _GLM, _DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
 # Of both in transformers, where a config does not say.
 _DEFAULT_TOPK = 2048
+# A folder that holds nothing, for models that have none.
+_NOWHERE = os.devnull
 # sglang takes these for DSA models, if their config has an index_topk.
 DSA_ARCHITECTURES = (
     "DeepseekV3ForCausalLM",
@@ -175,10 +178,12 @@ def read_model_facts(model_path: str | Path, overrides: Mapping[str, object] | N
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"model must be a directory with a config.json, or that file, got {str(model_path)!r}")
-    return _facts_from_config(read_json_object(path), overrides or {}, source=str(path))
+    return _facts_from_config(read_json_object(path), overrides or {}, source=str(path), folder=path.parent)
 
 
-def _facts_from_config(config: Mapping[str, object], overrides: Mapping[str, object], *, source: str) -> ModelFacts:
+def _facts_from_config(
+    config: Mapping[str, object], overrides: Mapping[str, object], *, source: str, folder: Path | None = None
+) -> ModelFacts:
     """What sglang makes of a config's fields and of those that a command replaces.
 
     Source: sglang 0.5.23 `is_deepseek_dsa`, `get_config`; transformers 5.24 `GlmMoeDsaConfig.__post_init__`.
@@ -209,8 +214,17 @@ def _facts_from_config(config: Mapping[str, object], overrides: Mapping[str, obj
         index_topk=natural_integer(text, "index_topk", source),
         index_kpool=positive_integer(text, "index_kpool", source, default=1),
         indexer_layers=indexer_layers(text, source=source, architecture=architecture),
+        projection_format=projection_format(
+            read_quantization(config | overrides, folder or Path(_NOWHERE)), numbers["num_hidden_layers"]
+        ),
+        hidden_size=_size_or_unknown(text.get("hidden_size")),
+        context_length=_size_or_unknown(text.get("max_position_embeddings")),
         **numbers,
     )
+
+
+def _size_or_unknown(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def preset_model_facts(preset: str, overrides: Mapping[str, object] | None = None) -> ModelFacts:
@@ -225,6 +239,8 @@ def preset_model_facts(preset: str, overrides: Mapping[str, object] | None = Non
         "kv_lora_rank": dims.kv_lora_rank,
         "qk_rope_head_dim": dims.qk_rope_head_dim,
         "index_topk": dims.index_topk,
+        "hidden_size": dims.hidden_size,
+        "max_position_embeddings": dims.max_context,
         "num_hidden_layers": dims.num_hidden_layers,
         "indexer_types": [
             "full" if layer in dims.indexer_layers else "shared" for layer in range(dims.num_hidden_layers)

@@ -16,6 +16,7 @@ class ServerSettings:
     never a problem, but for `grammar_backend`: sglang then always chooses one. `prefill_cuda_graph` and
     `decode_cuda_graph` are the graph backends asked for; None or "disabled" when none was. `foreign_draft`: drafts come
     from another checkpoint. `pp_layer_partition`: the value of `nsa_dcp.planning.pipelines.PARTITION_VARIABLE`.
+    `chunk_is_divided`: sglang has divided `chunked_prefill_size` by `attn_dp_size` already.
     """
 
     DERIVED: ClassVar[frozenset[str]] = frozenset(
@@ -26,6 +27,7 @@ class ServerSettings:
             "decode_cuda_graph",
             "foreign_draft",
             "pp_layer_partition",
+            "chunk_is_divided",
         )
     )
 
@@ -49,6 +51,10 @@ class ServerSettings:
     kv_cache_dtype: str = "auto"
     page_size: int | None = None
     chunked_prefill_size: int | None = None
+    chunk_is_divided: bool = False
+    max_prefill_tokens: int = 16_384
+    context_length: int | None = None
+    max_running_requests: int | None = None
     enable_dynamic_chunking: bool = False
     dcp_comm_backend: str | None = None
     dcp_replicate_q_proj: bool | None = None
@@ -61,6 +67,7 @@ class ServerSettings:
     rl_on_policy_target: str | None = None
     grammar_backend: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     cpu_offload_gb: int = 0
     enable_lora: bool = False
     lora_paths: object = None
@@ -113,8 +120,9 @@ class ServerSettings:
 class ModelFacts:
     """The part of a checkpoint's config that decides whether nsa-dcp can serve it.
 
-    `is_dsa`: the model has DeepSeek Sparse Attention. `indexer_layers`: the layers that select, ascending. The other
-    fields carry the config's names.
+    `is_dsa`: the model has DeepSeek Sparse Attention. `indexer_layers`: the layers that select, ascending.
+    `projection_format`: as `weight_rules.projection_format` returns it. `context_length`: the longest prompt that it
+    was made for, in tokens; 0 where that is not known, as for `hidden_size`. The other fields carry the config's names.
     """
 
     is_dsa: bool
@@ -125,7 +133,10 @@ class ModelFacts:
     index_topk: int = 0
     index_kpool: int = 1
     num_hidden_layers: int = 0
+    hidden_size: int = 0
+    context_length: int = 0
     indexer_layers: tuple[int, ...] = ()
+    projection_format: str | None = None
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def list_unjudged(given: Mapping[str, object], environment: Mapping[str, str]) -
     flags = [
         f"--{field.replace('_', '-')}"
         for field, value in given.items()
-        if field not in _READ | _JUDGED | INERT and value not in _INERT_VALUES.get(field, ())
+        if (value not in _INERT_VALUES[field] if field in _INERT_VALUES else field not in _READ | _JUDGED | INERT)
     ]
     variables = [name for name in environment if name.startswith("SGLANG_") and name not in _INERT_VARIABLES]
     return (*flags, *sorted(variables))

@@ -11,8 +11,6 @@ from nsa_dcp.sglang_plugin.admission.advice import Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.server_settings import Problem, ServerSettings
 
 _ALL_TO_ALL = ("a2a", "fi_a2a")
-# sglang sets it for every DSA model, and wants chunks to be multiples of it.
-DSA_PAGE_SIZE = 64
 _DRAFTS = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
 _ATTENTION_DP = ("--attn-dp-size", "--enable-dp-attention", "--dp-size")
 # Switches and flags that a size may come from, besides its own flag.
@@ -121,17 +119,6 @@ def find_dsa_refusals(settings: ServerSettings) -> list[Problem]:
 def find_dsa_size_refusals(settings: ServerSettings) -> list[Problem]:
     """The part of `find_dsa_refusals` that is about sizes. None is below 1."""
     problems = []
-    chunk, shards = settings.chunked_prefill_size or 0, settings.attn_dp_size
-    if chunk > 0 and chunk // shards % DSA_PAGE_SIZE:
-        unit = DSA_PAGE_SIZE * shards
-        problems.append(
-            Problem(
-                f"--chunked-prefill-size {chunk}",
-                f"sglang wants a multiple of the page of {DSA_PAGE_SIZE} tokens"
-                + (f", after it has divided the chunk by --attn-dp-size {shards}" if shards > 1 else ""),
-                advise(use(f"--chunked-prefill-size {max(chunk // unit, 1) * unit}")),
-            )
-        )
     ranks = settings.tp_size * settings.pp_size
     if settings.nnodes < 1 or ranks % settings.nnodes:
         problems.append(

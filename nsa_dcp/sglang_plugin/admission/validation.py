@@ -8,12 +8,14 @@ imported.
 from __future__ import annotations
 
 from nsa_dcp.sglang_plugin.admission.advice import Change, advise, drop, use
+from nsa_dcp.sglang_plugin.admission.chunk_rules import find_chunk_problems
 from nsa_dcp.sglang_plugin.admission.cp_validation import SLICED_ARCHITECTURES
 from nsa_dcp.sglang_plugin.admission.feature_rules import find_feature_problems
 from nsa_dcp.sglang_plugin.admission.pipeline_rules import find_pipeline_problems
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
 from nsa_dcp.sglang_plugin.admission.stock_rules import find_dsa_refusals, find_size_problems, find_stock_refusals
-from nsa_dcp.sglang_plugin.admission.topology_rules import find_topology_problems, shard_size
+from nsa_dcp.sglang_plugin.admission.topology_rules import find_topology_problems
+from nsa_dcp.sglang_plugin.admission.weight_rules import find_weight_problems
 
 DSA_ATTENTION_BACKENDS = ("dsa", "nsa")
 SPARSE_BACKEND = "flashmla_kv"
@@ -27,8 +29,6 @@ PAGE_SIZE = 64
 HEAD_BUCKETS = (64, 128)
 # What the packed cache row and the kernels are laid out for.
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
-# Of a token and head in sglang's exchange, in units of bfloat16: the result and a float32 log-sum-exp.
-_PARTIAL_VALUES = KV_LORA_RANK + 2
 _BACKEND_OF_A_PHASE = ("--prefill-attention-backend", "--decode-attention-backend")
 _WITHOUT_DCP = advise(use("--dcp-size 1", said="serve this checkpoint with --dcp-size 1"))
 # Algorithms are typed with the three numbers, because sglang takes all or none of them.
@@ -62,20 +62,21 @@ def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple
     topology = []
     if not sizes:
         topology = find_topology_problems(
-            settings, model, HEAD_BUCKETS[-1], lambda changed: not _chunk_problems(changed, model)
+            settings, model, HEAD_BUCKETS[-1], lambda changed: not find_chunk_problems(changed, model)
         )
     return [
         *sizes,
         *_hardware_problems(capability),
         *_model_problems(model),
         *topology,
-        *([] if sizes or topology else _chunk_problems(settings, model)),
+        *([] if sizes or topology else find_chunk_problems(settings, model)),
         *_backend_problems(settings),
         *_cache_problems(settings),
         *_speculation_problems(settings),
         *find_feature_problems(settings),
         *([] if sizes else find_pipeline_problems(settings, model)),
         *_slice_problems(settings, model),
+        *find_weight_problems(settings, model),
     ]
 
 
@@ -165,24 +166,6 @@ def _model_problems(model: ModelFacts) -> list[Problem]:
             )
         )
     return problems
-
-
-def _chunk_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem]:
-    """sglang's merge kernels reach a rank's part of the partial results at 32-bit offsets."""
-    if settings.chunked_prefill_size is None or not model.num_attention_heads:
-        return []
-    # Of a rank after the exchange: its own heads of every rank, 512 values and a log-sum-exp.
-    heads = model.num_attention_heads // (settings.dcp_size if settings.enable_prefill_cp else shard_size(settings))
-    most = (2**31 - 1) // (heads * _PARTIAL_VALUES * (settings.dcp_size - 1))
-    if 0 < settings.chunked_prefill_size <= most:
-        return []
-    return [
-        Problem(
-            f"--chunked-prefill-size {settings.chunked_prefill_size}",
-            f"sglang merges results of at most {most:,} tokens at once: of more their offsets exceed 32 bits",
-            f"use --chunked-prefill-size 8192, or another of at most {most}",
-        )
-    ]
 
 
 def _backend_problems(settings: ServerSettings) -> list[Problem]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from nsa_dcp.planning.dimensions import PRESETS
 from nsa_dcp.sglang_plugin.admission import server_command
 from nsa_dcp.sglang_plugin.admission.advice import advise, use
+from nsa_dcp.sglang_plugin.admission.held_report import describe_held_memory
 from nsa_dcp.sglang_plugin.admission.launch_line import LaunchLine, read_launch_line
 from nsa_dcp.sglang_plugin.admission.server_command import ServerCommand
 from nsa_dcp.sglang_plugin.admission.server_shape import count_groups, shape_of_command
@@ -261,7 +262,14 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str, *, dsa
         f"KV cache: {settings.kv_cache_dtype}"
         + (", which sglang resolves to bfloat16 on Hopper" if settings.kv_cache_dtype == "auto" else ""),
     ]
-    return CommandVerdict("nsa-dcp", tuple(facts), (), (*notes, stock_checks), command.unjudged)
+    held = describe_held_memory(settings, model)
+    if held:
+        facts.append(held)
+    unjudged = command.unjudged
+    if settings.context_length and not 0 < settings.context_length <= model.context_length:
+        # Past the model's own, sglang asks how its positions are scaled.
+        unjudged = ("--context-length", *unjudged)
+    return CommandVerdict("nsa-dcp", tuple(facts), (), (*notes, stock_checks), unjudged)
 
 
 def format_check(check: Check) -> str:

@@ -14,7 +14,9 @@ from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE
 from nsa_dcp.sglang_plugin.attention.cp_pages import buffer_bytes, buffer_pages
 from nsa_dcp.sglang_plugin.compat import require
 from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_in_decode
+from nsa_dcp.sglang_plugin.startup.served_sizes import count_held_memory
 from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
+from nsa_dcp.sglang_plugin.startup.weight_layout import check_sliced_weights
 
 
 def build_context_parallel_backend(model_runner: Any, parallel: Any) -> Any:
@@ -29,6 +31,8 @@ def build_context_parallel_backend(model_runner: Any, parallel: Any) -> Any:
     """
     check_groups(parallel)
     check_strategy(parallel)
+    if parallel.enable_cp_decode_attn_tp:
+        check_sliced_weights(model_runner.model)
     rows = model_runner.token_to_kv_pool.kv_buffer[0].shape[0]
     require(rows % PAGE_SIZE == 0, f"a cache of whole pages of {PAGE_SIZE} rows", f"{rows} rows")
     hide_dcp_from_layers(model_runner.model, model_runner.model_config.num_attention_heads)
@@ -99,6 +103,7 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any) -> str:
             page_gather=buffer_bytes(pages, dcp_size, pool.kv_buffer[0][0].nbytes),
             dequantised=max(replicated.dequantised, spread.dequantised),
         ),
+        held=count_held_memory(model_runner, parallel),
     )
 
 
