@@ -320,7 +320,8 @@ def check_version() -> None:
         RuntimeError: it is another version, or there is none.
     """
     found = installed_version()
-    if found != SGLANG_VERSION:
+    # A local version, as of a wheel for another CUDA, is the same release.
+    if found is None or found.partition("+")[0] != SGLANG_VERSION:
         raise RuntimeError(
             f"nsa-dcp needs sglang {SGLANG_VERSION}, found {found or 'none'}: pip install sglang=={SGLANG_VERSION}"
         )

@@ -77,13 +77,30 @@ def test_every_problem_is_reported_before_sglang_stops_at_its_first(resolve):
         {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "mooncake"},
         {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
         {"enable_unified_memory": True},
-        {"page_size": 32},
     ],
     ids=lambda settings: next(iter(settings)),
 )
 def test_a_real_command_that_cannot_be_served_is_refused_by_us(resolve, settings):
     with pytest.raises(ValueError, match="nsa-dcp cannot serve this command"):
         resolve(tp_size=4, dcp_size=4, attention_backend="nsa", **settings)
+
+
+@pytest.mark.parametrize("page_size", [1, 32, 128])
+def test_a_page_of_another_size_is_64_as_for_sglang_alone(resolve, page_size):
+    assert resolve(tp_size=4, dcp_size=4, attention_backend="nsa", page_size=page_size).page_size == 64
+
+
+def test_flashmla_auto_over_an_fp8_cache_is_flashmla_kv(resolve):
+    settings = {"kv_cache_dtype": "fp8_e4m3", "dsa_prefill_backend": "flashmla_auto"}
+    view = resolve(tp_size=4, dcp_size=4, attention_backend="nsa", **settings)
+    assert view.dsa_prefill_backend == "flashmla_kv"
+
+
+def test_a_local_version_of_the_same_release_is_served(resolve, monkeypatch):
+    from nsa_dcp.sglang_plugin import compat
+
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.5.23+cu130")
+    assert resolve(tp_size=4, dcp_size=4, attention_backend="nsa").dcp_size == 4
 
 
 def test_a_group_across_two_attention_dp_shards_is_refused_however_it_was_asked_for(resolve):

@@ -58,7 +58,8 @@ def test_a_command_that_can_be_served_has_no_problem(settings, model):
             "--speculative-eagle-topk 4",
             "--speculative-eagle-topk 1",
         ),
-        ({"tp_size": 6, "dcp_size": 4}, "--tp-size 6 --dcp-size 4", "--dcp-size 2 or 3 or 6"),
+        ({"tp_size": 6, "dcp_size": 4}, "--tp-size 6 --dcp-size 4", "--tp-size 4 or 8 or 16"),
+        ({"tp_size": 8, "dcp_size": 3}, "--tp-size 8 --dcp-size 3", "--dcp-size 2 or 4 or 8"),
     ],
     ids=lambda value: "-".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else "",
 )

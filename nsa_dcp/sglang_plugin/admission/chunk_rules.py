@@ -7,6 +7,7 @@ chunks that is the longest prompt.
 from __future__ import annotations
 
 from nsa_dcp.planning.limits import PAGE_ROWS, Limit, Sizes, largest_chunk
+from nsa_dcp.sglang_plugin.admission.advice import advise, use
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
 
 _USUAL_CHUNK = 8_192
@@ -53,9 +54,10 @@ def find_chunk_problems(settings: ServerSettings, model: ModelFacts) -> list[Pro
     asked = f"--chunked-prefill-size {typed}" + (f", {chunk} for each of {shards} shards" if shards > 1 else "")
     # What sglang divides again, where this is already the divided size.
     factor = settings.attn_dp_size
-    instead = (
-        f"use --chunked-prefill-size {_USUAL_CHUNK * factor}, or another multiple of {PAGE_ROWS * factor} of at most "
-        f"{most // PAGE_ROWS * PAGE_ROWS * factor}"
+    unit = PAGE_ROWS * factor
+    usual = f"--chunked-prefill-size {min(_USUAL_CHUNK, most // PAGE_ROWS * PAGE_ROWS) * factor}"
+    instead = advise(
+        use(usual, said=f"use {usual}, or another multiple of {unit} of at most {most // PAGE_ROWS * unit}")
     )
     if chunk > most:
         return [Problem(asked, _describe(most, limit), instead)]
@@ -77,7 +79,10 @@ def _problems_without_chunks(settings: ServerSettings, model: ModelFacts, most: 
         Problem(
             asked,
             f"a prompt {longest} would be one chunk, and {_describe(most, limit)}",
-            f"use --chunked-prefill-size {_USUAL_CHUNK * settings.attn_dp_size}, or {' with '.join(narrower)}",
+            advise(
+                use(f"--chunked-prefill-size {_USUAL_CHUNK * settings.attn_dp_size}"),
+                use(*narrower, said=" with ".join(narrower)),
+            ),
         )
     ]
 

@@ -14,6 +14,7 @@ from nsa_dcp.planning.capacity import temporary_buffers
 from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.sglang_plugin import resolution
 from nsa_dcp.sglang_plugin.admission.pool_limits import find_pool_problems, find_step_problems
+from nsa_dcp.sglang_plugin.admission.server_shape import shape_of
 from nsa_dcp.sglang_plugin.admission.validation import (
     PAGE_SIZE,
     SPARSE_BACKEND,
@@ -113,23 +114,26 @@ def describe_server(model_runner: Any, parallel: Any) -> str:
 
     pool, dcp_size = model_runner.token_to_kv_pool, parallel.attn_dcp_size
     dims = dims_from_config(model_runner.model_config.hf_config.to_dict(), name="served", source="the server")
-    heads = model_runner.model_config.num_attention_heads // parallel.attn_tp_size
+    shape = shape_of(
+        num_attention_heads=model_runner.model_config.num_attention_heads,
+        attn_tp_size=parallel.attn_tp_size,
+        dcp_size=dcp_size,
+        cp_strategy=None,
+    )
     chunk = get_schedule().chunked_prefill_size
     buffers = temporary_buffers(
         dims,
         "fp8_e4m3" if pool.dsa_kv_cache_store_fp8 else "bf16",
         dcp_size,
-        local_heads=heads,
+        local_heads=shape.kept_heads,
         rows=chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens,
         # Nothing is gathered but queries: each rank attends to its own part of the context.
         context=0,
         pool_rows=pool.size + pool.page_size,
     )
     return startup_line(
-        mode="TP-DCP",
+        **shape.line_fields(),
         group_ranks=parallel.dcp_group.ranks,
-        gathered_heads=heads * dcp_size,
-        head_bucket=head_bucket(heads * dcp_size),
         comm_backend=parallel.dcp_comm_backend,
         pool=pool,
         buffers=buffers,
