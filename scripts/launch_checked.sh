@@ -12,11 +12,10 @@ if ! command -v nsa-dcp >/dev/null; then
   exit 127
 fi
 
-# A model that is not on this machine is judged as the published one.
-model_flags=()
-if [[ ! -f $MODEL/config.json ]]; then model_flags=(--preset "$PRESET"); fi
+# Doctor judges the model that the command names in the end, from its config.json. One that is not on this machine is
+# judged as the published one; the server then judges it again, once it has it.
 # bash 5 tells the exit status of doctor apart: 1 the command would be refused, 2 it could not be read.
-nsa-dcp doctor --command-only "${model_flags[@]}" -- "${COMMAND[@]}" >&2 || exit $?
+nsa-dcp doctor --command-only --dsa-only --preset-if-absent "$PRESET" -- "${COMMAND[@]}" >&2 || exit $?
 
 if $dry_run; then
   printf '%q ' "${COMMAND[@]}"

@@ -5,7 +5,7 @@ set -euo pipefail
 
 # --- parameters ---------------------------------------------------------------
 MODEL=GLM-5.2-W4AFP8   # a checkpoint directory, or a name that sglang can download
-PRESET=glm-5.2         # what doctor judges by when MODEL is not a directory on this machine
+PRESET=glm-5.2         # what doctor judges by when the model is not a directory on this machine
 QUANTIZATION=w4afp8
 TP_SIZE=8
 KV_CACHE_DTYPE=fp8_e4m3

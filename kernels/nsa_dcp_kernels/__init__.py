@@ -1,6 +1,7 @@
 """Everything that runs on one GPU and knows no process group. CPU tensors run `reference`, CUDA tensors the kernels."""
 
 from nsa_dcp_kernels.index_logits import score_index
+from nsa_dcp_kernels.index_page_gather import gather_index_pages
 from nsa_dcp_kernels.kv_pack import (
     gather_index_keys,
     pack_latent,
@@ -26,6 +27,7 @@ __all__ = [
     "attend_sparse",
     "fill_page_table_",
     "gather_index_keys",
+    "gather_index_pages",
     "gather_pages",
     "localize_selection",
     "localize_topk",

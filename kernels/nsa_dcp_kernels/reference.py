@@ -180,6 +180,18 @@ def gather_index_keys(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return keys.masked_fill(~valid.unsqueeze(-1), 0.0)
 
 
+def gather_index_pages(
+    cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, num_keys: int, longest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key_view, scale_view = index_page_views(cache)
+    keys, scales = [cache.new_empty(0, INDEX_HEAD_DIM)], [cache.new_empty(0, 4)]
+    for pages, length in zip(page_table, seq_lens.tolist()):
+        used = pages[: -(-length // PAGE_SIZE)].long()
+        keys.append(key_view[used].flatten(0, 1)[:length])
+        scales.append(scale_view[used].flatten()[:length, None].view(torch.uint8))
+    return torch.cat(keys), torch.cat(scales)
+
+
 def index_page_views(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[pages, 64 * 132] uint8 -> keys [pages, 64, 128] uint8 and scales [pages, 64] float32, both views."""
     keys = cache[:, :_PAGE_SCALES_AT].unflatten(1, (PAGE_SIZE, INDEX_HEAD_DIM))

@@ -22,17 +22,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from nsa_dcp.planning.config_fields import LARGEST_INTEGER, shown
+from nsa_dcp.planning.budget import GIB, budget_bytes, require_natural, require_positive
 from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, QUANT_TILE, ModelDims
+from nsa_dcp.planning.held_memory import HeldMemory, default_requests, held_memory, request_table_columns
+from nsa_dcp.planning.limits import Sizes, largest_pool
 from nsa_dcp.planning.pipelines import describe_waiting_stage, split_layers, stage_dims, suggest_partition
 
 INDEX_KEY_BYTES = INDEX_HEAD_DIM + INDEX_HEAD_DIM // QUANT_TILE * 4  # fp8 values and one float32 scale
 KV_CACHE_DTYPES = ("fp8_e4m3", "bf16")
-GIB = 1 << 30
 HEAD_BUCKETS = (64, 128)  # the head counts FlashMLA's sparse kernels are compiled for
 # nsa_dcp_kernels attends to packed rows instead of dequantising more than this.
 MOST_DEQUANTISED_BYTES = 1 << 30
-_MOST_GIB = 1 << 20  # of one GPU; beyond a terabyte a number is a slip, and further on it is no finite count of bytes
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,10 @@ class PlanRow:
         multiple_over_dcp1: context held, relative to dcp 1 with the same budget; before rounding to pages.
         largest_context: longest single request, in tokens: the pool, or what the checkpoint was made for.
         reserved_bytes: the padding page of every buffer, per GPU; sglang does not charge it to the budget.
+        requests: requests at once that `held` is for.
+        held: what lies beside the pools and the temporary buffers, per GPU.
         refusal: why this dcp size is not served; empty when it is.
+        cap: what ends the pool where memory would hold more; empty when memory does.
     """
 
     dcp_size: int
@@ -94,15 +97,22 @@ class PlanRow:
     largest_context: int
     reserved_bytes: int
     temporary_buffers: TemporaryBuffers
+    requests: int
+    held: HeldMemory
     refusal: str
+    cap: str
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A capacity plan: the question as understood, and one row per KV dtype and dcp size."""
+    """A capacity plan: the question as understood, and one row per KV dtype and dcp size.
+
+    `left_bytes`: of each GPU, beside pools and weights; 0 where only the pools' share was given.
+    """
 
     model: ModelDims
     budget_bytes: int
+    left_bytes: int
     tp_size: int
     attn_dp_size: int
     gpus_per_node: int
@@ -118,6 +128,7 @@ class Plan:
         for row in self.rows:
             entry = asdict(row)
             entry["bytes_per_token"]["total"] = row.bytes_per_token.total
+            entry["held"]["total"] = row.held.total
             rows.append(entry)
         return {
             "model": self.model.name,
@@ -126,6 +137,7 @@ class Plan:
             "indexer_layers": list(self.model.indexer_layers),
             "num_indexer_layers": len(self.model.indexer_layers),
             "budget_bytes_per_gpu": self.budget_bytes,
+            "left_bytes_per_gpu": self.left_bytes,
             "tp_size": self.tp_size,
             "attn_dp_size": self.attn_dp_size,
             "layers_of_stages": list(self.layers_of_stages),
@@ -150,8 +162,8 @@ def bytes_per_token(
     model: ModelDims, kv_cache_dtype: str, dcp_size: int, *, index_shards: int = 1, draft_layers: int = 0
 ) -> TokenBytes:
     """Bytes one token costs each GPU of a DCP group of `dcp_size`. ValueError: a size is not a positive integer."""
-    _require_positive(dcp_size=dcp_size, index_shards=index_shards)
-    _require_natural(draft_layers=draft_layers)
+    require_positive(dcp_size=dcp_size, index_shards=index_shards)
+    require_natural(draft_layers=draft_layers)
     latent = latent_bytes(model, kv_cache_dtype)
     return TokenBytes(
         latent=model.num_hidden_layers * latent / dcp_size,
@@ -179,6 +191,8 @@ def plan(
     context: int | None = None,
     chunked_prefill_size: int = 8192,
     sm_count: int = 132,
+    max_running_requests: int | None = None,
+    draft_tokens: int | None = None,
 ) -> Plan:
     """Plan the KV capacity of a node.
 
@@ -197,11 +211,13 @@ def plan(
         context: tokens of the CP-DCP gather buffer; default: the largest context of each row.
         chunked_prefill_size: query tokens of a prefill chunk.
         sm_count: SMs of the GPU (132 on H100 and H200, 78 on H20).
+        max_running_requests: sglang's flag; default: what sglang would choose.
+        draft_tokens: rows of a request in a verify step; default: 4 with draft layers, 0 without.
 
     Raises:
         ValueError: a size is negative, zero, not finite or does not divide; or the budget holds not one page.
     """
-    _require_positive(
+    require_positive(
         tp_size=tp_size,
         attn_dp_size=attn_dp_size,
         pp_size=pp_size,
@@ -211,10 +227,12 @@ def plan(
         chunked_prefill_size=chunked_prefill_size,
         sm_count=sm_count,
     )
-    _require_natural(draft_layers=draft_layers)
-    if context is not None:
-        _require_positive(context=context)
-    budget = _budget_bytes(gpu_memory_gib, mem_fraction_static, weights_gib)
+    require_natural(draft_layers=draft_layers)
+    require_positive(**{"context": context} if context is not None else {})
+    require_positive(**{"max_running_requests": max_running_requests} if max_running_requests is not None else {})
+    draft_tokens = (4 if draft_layers else 0) if draft_tokens is None else draft_tokens
+    require_natural(draft_tokens=draft_tokens)
+    budget = budget_bytes(gpu_memory_gib, mem_fraction_static, weights_gib)
     if tp_size % attn_dp_size:
         raise ValueError(f"tp_size must be a multiple of attn_dp_size, got {tp_size} and {attn_dp_size}")
     if gpus_per_node % (tp_size * pp_size):
@@ -237,21 +255,25 @@ def plan(
     for kv_cache_dtype in kv_cache_dtypes:
         single = _costliest(stages, kv_cache_dtype, 1, draft_layers=draft_layers).total
         for dcp_size in sizes:
-            _require_positive(dcp_size=dcp_size)
+            require_positive(dcp_size=dcp_size)
             if span % dcp_size:
                 raise ValueError(f"dcp_size must divide tp_size / attn_dp_size = {span}, got {dcp_size}")
             shards = min(index_shards, dcp_size)
             if dcp_size % shards:
                 raise ValueError(f"index_shards must divide dcp_size, got {shards} at dcp_size {dcp_size}")
             cost = _costliest(stages, kv_cache_dtype, dcp_size, index_shards=shards, draft_layers=draft_layers)
-            pool_rows = _pool_rows(budget, cost, dcp_size, page_size)
+            most, limit = largest_pool(dcp_size)
+            paid_rows = _pool_rows(budget, cost, dcp_size, page_size)
+            pool_rows = min(paid_rows, most // dcp_size)
             if pool_rows == 0:
                 raise ValueError(
                     f"gpu_memory_gib must leave room for one page of {page_size * dcp_size} tokens "
                     f"({math.ceil(page_size * dcp_size * cost.total):,} bytes), got {budget:,} bytes"
                 )
             tokens = pool_rows * dcp_size
-            largest = min(tokens, model.max_context)
+            largest, admitted = min(tokens, model.max_context), context or model.max_context
+            requests = max_running_requests or default_requests(pool_rows, admitted, draft_tokens)
+            local_heads = model.num_attention_heads // span
             rows.append(
                 PlanRow(
                     dcp_size=dcp_size,
@@ -267,20 +289,35 @@ def plan(
                         model,
                         kv_cache_dtype,
                         dcp_size,
-                        local_heads=model.num_attention_heads // span,
+                        local_heads=local_heads,
                         rows=chunked_prefill_size,
                         context=largest if context is None else context,
                         pool_rows=pool_rows + page_size,
                         page_size=page_size,
                         sm_count=sm_count,
                     ),
-                    refusal=_refusal(model.num_attention_heads // span * dcp_size)
-                    or (stage_refusal if dcp_size > 1 else ""),
+                    requests=requests,
+                    held=held_memory(
+                        Sizes(
+                            rows=chunked_prefill_size,
+                            local_heads=local_heads,
+                            attended_heads=local_heads * dcp_size,
+                            dcp_size=dcp_size,
+                            index_topk=model.index_topk,
+                            requests=requests,
+                            context=request_table_columns(admitted, dcp_size, draft_tokens),
+                        ),
+                        longest=min(largest, admitted),
+                        draft_tokens=draft_tokens,
+                    ),
+                    refusal=_refusal(local_heads * dcp_size) or (stage_refusal if dcp_size > 1 else ""),
+                    cap=f"{limit.name} of 32 bits" if pool_rows < paid_rows else "",
                 )
             )
     return Plan(
         model=model,
         budget_bytes=budget,
+        left_bytes=int(gpu_memory_gib * (1 - mem_fraction_static) * GIB),
         tp_size=tp_size,
         attn_dp_size=attn_dp_size,
         gpus_per_node=gpus_per_node,
@@ -355,43 +392,3 @@ def _refuse_stages(stages: list[range], indexer_layers: tuple[int, ...]) -> str:
         return ""
     partition = suggest_partition(stages, indexer_layers)
     return f"{waiting}; {f'the layers {partition} would be served' if partition else 'use fewer stages'}"
-
-
-def _budget_bytes(gpu_memory_gib: float, mem_fraction_static: float, weights_gib: float) -> int:
-    for name, value in (("gpu_memory_gib", gpu_memory_gib), ("mem_fraction_static", mem_fraction_static)):
-        if not math.isfinite(value) or value <= 0:
-            raise ValueError(f"{name} must be a positive number, got {value}")
-        if value > _MOST_GIB:
-            raise ValueError(f"{name} must be at most {_MOST_GIB}, got {value}")
-    if mem_fraction_static > 1:
-        raise ValueError(f"mem_fraction_static must be at most 1, got {mem_fraction_static}")
-    if not math.isfinite(weights_gib) or weights_gib < 0:
-        raise ValueError(f"weights_gib must be 0 or more, got {weights_gib}")
-    if weights_gib > _MOST_GIB:
-        raise ValueError(f"weights_gib must be at most {_MOST_GIB}, got {weights_gib}")
-    budget = int((gpu_memory_gib * mem_fraction_static - weights_gib) * GIB)
-    if budget <= 0:
-        raise ValueError(
-            "gpu_memory_gib * mem_fraction_static must exceed weights_gib, "
-            f"got {gpu_memory_gib} * {mem_fraction_static} and {weights_gib}"
-        )
-    return budget
-
-
-def _require_positive(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
-        _require_size(name, value)
-
-
-def _require_natural(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be an integer of 0 or more, got {shown(value)}")
-        _require_size(name, value)
-
-
-def _require_size(name: str, value: int) -> None:
-    if value > LARGEST_INTEGER:
-        raise ValueError(f"{name} must be at most {LARGEST_INTEGER}, got {shown(value)}")

@@ -58,6 +58,12 @@ def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.Argument
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--context", type=int, help="tokens of the CP-DCP gather buffer; default: the largest context")
     parser.add_argument("--chunked-prefill-size", type=int, default=8192)
+    parser.add_argument(
+        "--max-running-requests", type=int, help="requests at once, for the memory beside the pools; default: sglang's"
+    )
+    parser.add_argument(
+        "--speculative-num-draft-tokens", type=int, metavar="N", help="default 4 with --draft-layers, 0 without"
+    )
     parser.add_argument("--sm-count", type=int, default=132, help="132 on H100 and H200, 78 on H20")
     _add_output_arguments(parser)
     parser.set_defaults(run=run_plan)
@@ -97,6 +103,8 @@ def run_plan(args: argparse.Namespace) -> int:
             context=args.context,
             chunked_prefill_size=args.chunked_prefill_size,
             sm_count=args.sm_count,
+            max_running_requests=args.max_running_requests,
+            draft_tokens=args.speculative_num_draft_tokens,
         )
         if args.plot:
             from nsa_dcp.planning.capacity_plot import plot_capacity
@@ -143,7 +151,10 @@ def format_plan(result: capacity.Plan) -> str:
             f"{buffers.page_gather / mib:>22,.0f} {buffers.dequantised / mib:>13,.0f} "
             f"{row.reserved_bytes / mib:>14,.1f}"
         )
+    lines += _describe_held(result)
     notes = [f"dcp {row.dcp_size}: refused, {row.refusal}" for row in result.rows if row.refusal]
+    notes += [f"dcp {row.dcp_size}: the pool ends at {row.cap}" for row in result.rows if row.cap]
+    notes += _describe_shortage(result)
     if any(row.index_shards > 1 for row in result.rows):
         notes.append("sharded index keys are a what-if: every rank stores all of them today")
     if result.draft_layers == 0 and model.draft_layers_in_checkpoint and len(result.layers_of_stages) == 1:
@@ -152,6 +163,37 @@ def format_plan(result: capacity.Plan) -> str:
             f"--draft-layers {model.draft_layers_in_checkpoint}"
         )
     return "\n".join(lines + ([""] + notes if notes else []))
+
+
+def _describe_held(result: capacity.Plan) -> list[str]:
+    """What is held beside the pools: one line a row, in MiB."""
+    columns = ("request table", "graph tables", "speculation", "eager decode", "joined q", "selections", "index keys")
+    columns += ("draft prefill", "at most")
+    heading = "KV dtype  dcp  requests" + "".join(f"  {name}" for name in columns)
+    lines = ["", "held beside those, MiB per GPU (--max-running-requests sets most of it)", heading]
+    for row in result.rows:
+        sizes = [*row.held.as_bytes().values(), row.held.total]
+        cells = "".join(f"  {size / (1 << 20):>{len(name)},.0f}" for name, size in zip(columns, sizes, strict=True))
+        lines.append(f"{row.kv_cache_dtype:<9} {row.dcp_size:>3}  {row.requests:>8,}{cells}")
+    return lines
+
+
+def _describe_shortage(result: capacity.Plan) -> list[str]:
+    """A note for each row whose server would need more beside its pools than is left of a GPU."""
+    if not result.left_bytes:
+        return []
+    notes = []
+    for row in result.rows:
+        buffers = row.temporary_buffers
+        needed = row.held.total + buffers.attention_scratch + buffers.gathered_q + buffers.exchange
+        needed += buffers.dequantised + row.reserved_bytes
+        if needed > result.left_bytes:
+            notes.append(
+                f"{row.kv_cache_dtype} dcp {row.dcp_size}: {needed / capacity.GIB:.1f} GiB beside pools and weights at "
+                f"the most, {result.left_bytes / capacity.GIB:.1f} are left: lower --max-running-requests (512, the "
+                "largest graph's, needs no eager decode) or --mem-fraction-static"
+            )
+    return notes
 
 
 def _gpus_per_node(args: argparse.Namespace) -> int:

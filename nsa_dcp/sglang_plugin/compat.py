@@ -208,6 +208,16 @@ SYMBOLS = (
         ("self", "layer", "loc_info", "cache_k_nope", "cache_k_rope", "layer_id_override"),
     ),
     Symbol("sglang.srt.mem_cache.memory_pool:DSATokenToKVPool.get_key_buffer", "the rows", ("self", "layer_id")),
+    Symbol(
+        "sglang.srt.mem_cache.index_key_cache:IndexKeyCache.get_k_and_scale",
+        "a prefill's index keys, which we gather with offsets of 64 bits",
+        ("self", "layer_id", "seq_len_tensor", "page_indices", "seq_len_sum", "max_seq_len"),
+    ),
+    Symbol(
+        "sglang.srt.mem_cache.memory_pool:DSATokenToKVPool.get_index_k_scale_buffer",
+        "the indexer's door to it",
+        ("self", "layer_id", "seq_len_tensor", "page_indices", "seq_len_sum", "max_seq_len"),
+    ),
     Symbol("sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA", "it gathers heads and merges: dcp_size, head count"),
     Symbol(
         "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla:is_mla_dcp_lse_base_on_e",
@@ -342,7 +352,8 @@ def check_version() -> None:
         RuntimeError: it is another version, or there is none.
     """
     found = installed_version()
-    if found != SGLANG_VERSION:
+    # A local version, as of a wheel for another CUDA, is the same release.
+    if found is None or found.partition("+")[0] != SGLANG_VERSION:
         raise RuntimeError(
             f"nsa-dcp needs sglang {SGLANG_VERSION}, found {found or 'none'}: pip install sglang=={SGLANG_VERSION}"
         )

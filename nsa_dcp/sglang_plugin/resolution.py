@@ -15,6 +15,7 @@ from typing import Any
 
 from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.sglang_plugin.admission.server_settings import Problem, is_foreign_draft, settle_typed
 from nsa_dcp.sglang_plugin.admission.validation import (
     HOPPER,
     SPARSE_BACKEND,
@@ -22,6 +23,7 @@ from nsa_dcp.sglang_plugin.admission.validation import (
     ServerSettings,
     describe_problems,
     find_problems,
+    find_typed_problems,
     is_served_here,
 )
 from nsa_dcp.sglang_plugin.admission.weight_rules import projection_format, read_quantization
@@ -47,10 +49,13 @@ def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) 
     """
     from sglang.srt.arg_groups.overrides import declare_resolution
 
-    settings, model, capability = read_command(server_args)
+    from nsa_dcp.sglang_plugin.compat import check_version
+
+    settings, model, capability = read_command(server_args, typed=True)
     ours = is_served_here(settings, model, capability)
     if ours:
-        check_command(settings, model, capability)
+        check_version()
+        refuse(find_typed_problems(settings, model, capability), settings.dcp_size)
         unset = {
             field: SPARSE_BACKEND
             for field in ("dsa_prefill_backend", "dsa_decode_backend")
@@ -114,16 +119,22 @@ def check_command(settings: ServerSettings, model: ModelFacts, capability: tuple
     from nsa_dcp.sglang_plugin.compat import check_version
 
     check_version()
-    problems = find_problems(settings, model, capability)
+    refuse(find_problems(settings, model, capability), settings.dcp_size)
+
+
+def refuse(problems: list[Problem], dcp_size: int) -> None:
+    """Raise ValueError, all problems in it, if there are any."""
     if problems:
-        raise ValueError(describe_problems(problems, settings.dcp_size))
+        raise ValueError(describe_problems(problems, dcp_size))
 
 
-def read_command(server_args: Any) -> tuple[ServerSettings, ModelFacts, tuple[int, int] | None]:
+def read_command(server_args: Any, *, typed: bool = False) -> tuple[ServerSettings, ModelFacts, tuple[int, int] | None]:
     """Read what `find_problems` needs from sglang's arguments, as far as they are resolved, and from the GPU.
 
     Args:
         server_args: sglang's ServerArgs.
+        typed: nothing is resolved yet: fields whose typed value does not matter count as what sglang makes of them, and
+            sglang has yet to divide the prefill chunk by the attention-DP shards.
 
     Returns:
         The settings, the checkpoint's facts, and the GPU's compute capability (None without a GPU).
@@ -134,14 +145,17 @@ def read_command(server_args: Any) -> tuple[ServerSettings, ModelFacts, tuple[in
     view = resolving_view(server_args)
     prefill_backend, decode_backend = attention_backends_of(view)
     same_name = [field.name for field in fields(ServerSettings) if field.name not in ServerSettings.DERIVED]
+    values = {name: getattr(view, name) for name in (*same_name, "enable_dp_attention")}
+    values = settle_typed(values) if typed else values
     settings = ServerSettings(
         prefill_attention_backend=prefill_backend,
         decode_attention_backend=decode_backend,
         prefill_cuda_graph=_cuda_graph_backend(view, "prefill"),
         decode_cuda_graph=_cuda_graph_backend(view, "decode"),
-        foreign_draft=view.speculative_draft_model_path not in (None, view.model_path),
+        foreign_draft=is_foreign_draft(view.speculative_draft_model_path, view.model_path),
         pp_layer_partition=os.environ.get(PARTITION_VARIABLE),
-        **{name: getattr(view, name) for name in same_name},
+        chunk_is_divided=not typed,
+        **{name: values[name] for name in same_name},
     )
     if settings.dcp_size <= 1:
         return settings, ModelFacts(is_dsa=False), None
@@ -170,6 +184,8 @@ def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
         index_topk=hf_config.index_topk,
         index_kpool=get_dsa_index_kpool(hf_config),
         num_hidden_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        context_length=model_config.context_len,
         indexer_layers=tuple(
             layer for layer in range(hf_config.num_hidden_layers) if not dsa_layer_skips_topk(hf_config, layer)
         ),

@@ -6,6 +6,7 @@ Prints the name of each kernel compiled.
 """
 
 import os
+import re
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -16,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from nsa_dcp_kernels._triton import (
     index_logits,
+    index_page_gather,
     index_query,
     kv_pack,
     latent_dequant,
@@ -46,6 +48,8 @@ class HopperWithoutDevice:
 def compile_instead_of_launching(launch):
     def run(self, *args, grid, warmup, **kwargs):
         compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        if self.__name__ == "_gather_index_pages_kernel":
+            check_wide_products(compiled.asm["ttir"])
         # Its pointers carry a layout hint that is not true of them: a store of more than one entry would be wrong.
         assert self.__name__ != "_select_kernel" or "st.global.v" not in compiled.asm["ptx"]
         # These read rows of any pitch and start by whole wide loads.
@@ -54,6 +58,14 @@ def compile_instead_of_launching(launch):
         print(self.__name__)
 
     return run
+
+
+def check_wide_products(ttir: str) -> None:
+    """Every product by a page's words is one of 64 bits: in 32 it wraps in a cache past 2**31 bytes."""
+    products = [line for line in ttir.splitlines() if "arith.muli" in line]
+    narrow = [line for line in products if re.search(r": (tensor<\d+(x\d+)*x)?i32", line)]
+    # Of 32 bits are places inside a page alone: 64 tokens of 32 words.
+    assert products and all("tensor<64x1xi32>" in line for line in narrow), narrow
 
 
 def launch_takes_wide_loads(kwargs) -> bool:
@@ -97,6 +109,13 @@ def compile_page_gather() -> None:
     for dcp_size, width in [(1, 1), (3, 100), (8, 2048)]:
         slots = torch.zeros(3, width, dtype=torch.int32)
         page_gather.remap_to_gathered(slots, torch.zeros(dcp_size, dtype=torch.int32), dcp_size, 64, 64)
+
+
+def compile_index_page_gather() -> None:
+    for batch, pages, dtype in [(1, 1, torch.int32), (3, 17, torch.int64)]:
+        table, lengths = torch.zeros(batch, pages, dtype=dtype), torch.full((batch,), 64 * pages, dtype=dtype)
+        cache = torch.zeros(2, 64 * 132, dtype=torch.uint8)
+        index_page_gather.gather_index_pages(cache, table, lengths, batch * 64 * pages, 64 * pages)
 
 
 def compile_page_tables() -> None:
@@ -151,6 +170,7 @@ if __name__ == "__main__":
     compile_merges()
     compile_cache_writes()
     compile_page_gather()
+    compile_index_page_gather()
     compile_page_tables()
     compile_attention()
     compile_indexer()

@@ -13,6 +13,7 @@ KERNELS = {
     "_finish_kernel",
     "_gather_index_keys_kernel",
     "_fill_page_table_kernel",
+    "_gather_index_pages_kernel",
     "_gather_pages_kernel",
     "_group_maxima_kernel",
     "_list_pages_kernel",

@@ -84,7 +84,7 @@ def test_a_dry_run_prints_the_mode_s_command(run, script, own):
     flags = flags_of(done.stdout)
     assert {name: flags.get(name, "absent") for name in COMMON} == COMMON
     assert {name: value for name, value in flags.items() if "dcp" in name or "cp-" in name or "-cp" in name} == own
-    assert "this command would start" in done.stderr
+    assert ("this command would start" in done.stderr) == (script != "serve_tp.sh")
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_more_flags_override_the_parameters(run):
 
 
 def test_a_refused_command_is_not_printed(run):
-    done = run("serve_tp_dcp.sh", "--dry-run", "--enable-hisparse", "--page-size", "32")
+    done = run("serve_tp_dcp.sh", "--dry-run", "--enable-hisparse", "--kv-cache-dtype", "fp8_e5m2")
     assert (done.returncode, done.stdout) == (1, "")
     assert "refused, for 2 reason(s)" in done.stderr
 
 
 def test_a_refused_command_is_not_run_either(run, tmp_path):
     (tmp_path / "bin" / "python3").write_text("#!/bin/sh\ntouch started\n")
-    assert run("serve_tp_dcp.sh", "--page-size", "32").returncode == 1
+    assert run("serve_tp_dcp.sh", "--kv-cache-dtype", "fp8_e5m2").returncode == 1
     assert not (tmp_path / "started").exists()
     assert run("serve_tp_dcp.sh").returncode == 0
     assert (tmp_path / "started").exists()
@@ -191,3 +191,12 @@ def test_gsm8k_needs_a_server_that_answers(run):
     done = run("eval_gsm8k.sh", "--server", "tp=http://127.0.0.1:1")
     assert done.returncode == 2
     assert "the server must answer at http://127.0.0.1:1/v1/models" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["serve_tp_dcp.sh", "serve_cp_dcp.sh"])
+def test_the_model_that_is_passed_is_the_one_that_is_judged(run, tmp_path, script):
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}')
+    done = run(script, "--dry-run", "--model-path", "qwen")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "architecture Qwen3ForCausalLM with DCP" in done.stderr

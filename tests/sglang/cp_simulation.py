@@ -136,7 +136,7 @@ def make_cp_runner(model_path, on_hopper, registered, monkeypatch):
             token_to_kv_pool_allocator=allocator,
             model_config=model_config_of(server_args),
             token_to_kv_pool=pool,
-            req_to_token_pool=SimpleNamespace(req_to_token=None, size=16),
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.empty(17, 65540, device="meta"), size=16),
             hisparse_coordinator=None,
             kv_cache_dtype=dtype,
             weight_updater=make_weight_updater(lambda: runner.model),

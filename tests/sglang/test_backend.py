@@ -6,6 +6,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -268,3 +269,43 @@ def test_cache_rows_are_views():
     plain = torch.zeros(8, 1, 576, dtype=torch.bfloat16)
     assert cache_rows(plain).dtype == torch.bfloat16
     assert cache_rows(plain).data_ptr() == plain.data_ptr()
+
+
+@pytest.mark.parametrize("mode", ["EXTEND", "MIXED", "TARGET_VERIFY"])
+def test_heads_that_sglangs_concatenation_does_not_reach_are_joined_before_it(make_backend, mode, monkeypatch):
+    """sglang multiplies a head by the stride between heads in 32 bits; what it is given here starts 2**31 values in."""
+    from sglang.srt.layers.attention import dsa_backend
+
+    joined = []
+
+    def concatenate(q_nope, q_rope):
+        assert (q_nope.shape[1] - 1) * max(q_nope.stride(1), q_rope.stride(1)) < 2**31
+        joined.append(q_nope.shape)
+        return torch.cat([q_nope, q_rope], dim=-1)
+
+    monkeypatch.setattr(dsa_backend, "concat_mla_absorb_q_general", concatenate)
+    slots, k_nope, k_rope, q, selection = problem(2, 5)
+    stride = 2**31 // (HEADS - 1) + 8
+    # numpy's memory: untouched, it takes none.
+    memory = torch.from_numpy(np.empty((HEADS - 1) * stride + 5 * 576, np.uint16)).view(torch.bfloat16)
+    far = memory.as_strided((5, HEADS, 576), (576, stride, 1))
+    far.copy_(q)
+    results = []
+    for queries in (far, q.transpose(0, 1).contiguous().transpose(0, 1)):
+        q_nope, q_rope = queries.split([512, 64], dim=-1)
+        results.append(
+            make_backend(2, 1).forward_extend(
+                q_nope,
+                k_nope.unsqueeze(1),
+                k_nope.unsqueeze(1),
+                layer(),
+                batch(mode, slots),
+                q_rope=q_rope,
+                k_rope=k_rope.unsqueeze(1),
+                topk_indices=selection,
+            )
+        )
+    # Of those that we joined sglang makes two views, and joins them again: their heads are 576 values apart.
+    assert len(joined) == 2
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])

@@ -77,13 +77,30 @@ def test_every_problem_is_reported_before_sglang_stops_at_its_first(resolve):
         {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "mooncake"},
         {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
         {"enable_unified_memory": True},
-        {"page_size": 32},
     ],
     ids=lambda settings: next(iter(settings)),
 )
 def test_a_real_command_that_cannot_be_served_is_refused_by_us(resolve, settings):
     with pytest.raises(ValueError, match="nsa-dcp cannot serve this command"):
         resolve(tp_size=4, dcp_size=4, attention_backend="nsa", **settings)
+
+
+@pytest.mark.parametrize("page_size", [1, 32, 128])
+def test_a_page_of_another_size_is_64_as_for_sglang_alone(resolve, page_size):
+    assert resolve(tp_size=4, dcp_size=4, attention_backend="nsa", page_size=page_size).page_size == 64
+
+
+def test_flashmla_auto_over_an_fp8_cache_is_flashmla_kv(resolve):
+    settings = {"kv_cache_dtype": "fp8_e4m3", "dsa_prefill_backend": "flashmla_auto"}
+    view = resolve(tp_size=4, dcp_size=4, attention_backend="nsa", **settings)
+    assert view.dsa_prefill_backend == "flashmla_kv"
+
+
+def test_a_local_version_of_the_same_release_is_served(resolve, monkeypatch):
+    from nsa_dcp.sglang_plugin import compat
+
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.5.23+cu130")
+    assert resolve(tp_size=4, dcp_size=4, attention_backend="nsa").dcp_size == 4
 
 
 def test_a_group_across_two_attention_dp_shards_is_refused_however_it_was_asked_for(resolve):
@@ -176,3 +193,39 @@ def test_a_size_below_1_is_refused_by_name_in_the_server(resolve, field):
     sizes = {"tp_size": 4, "dcp_size": 4} | {field: 0}
     with pytest.raises(ValueError, match=f"nsa-dcp cannot serve .*--{field.replace('_', '-')} 0: it must be"):
         resolve(attention_backend="nsa", **sizes)
+
+
+@pytest.mark.parametrize(("typed", "resolved"), [(131_072, 32_768), (131_100, 32_775), (-1, -1), (400_000, 100_000)])
+def test_a_chunk_is_judged_as_sglang_divides_it(resolve, typed, resolved):
+    """By attention DP, in a step between our two hooks: both judge what a forward of a shard has."""
+    context = {"context_length": 4096} if typed < 0 else {}
+    settings = {"tp_size": 8, "attn_dp_size": 4, "dcp_size": 2, "attention_backend": "nsa", **context}
+    if resolved % 64 and resolved > 0:
+        with pytest.raises(ValueError, match=f"{resolved} for each of 4 shards.*whole pages of 64"):
+            resolve(chunked_prefill_size=typed, **settings)
+        return
+    if resolved > 87_381:
+        resolved_config = {"hidden_size": 6144}
+        with pytest.raises(ValueError, match="of at most 349440"):
+            resolve(resolved_config, chunked_prefill_size=typed, **settings)
+        return
+    assert resolve(chunked_prefill_size=typed, **settings).chunked_prefill_size == resolved
+
+
+WITHOUT_CHUNKS = {"tp_size": 8, "dcp_size": 8, "attention_backend": "nsa", "chunked_prefill_size": -1}
+
+
+def test_without_chunks_a_short_context_is_served(resolve):
+    assert resolve(context_length=32_768, **WITHOUT_CHUNKS).chunked_prefill_size == -1
+
+
+def test_without_chunks_a_long_context_is_refused(resolve):
+    with pytest.raises(ValueError, match=r"of up to 131,072 tokens would be one chunk.*--context-length 74606"):
+        resolve({"max_position_embeddings": 131_072}, **WITHOUT_CHUNKS)
+
+
+@pytest.mark.parametrize(("heads", "chunk"), [(128, 32_768), (64, 65_536)], ids=["deepseek-v3.2", "glm-5.2"])
+def test_the_usual_large_chunks_are_served(resolve, heads, chunk):
+    config = {"num_attention_heads": heads, "num_key_value_heads": heads}
+    view = resolve(config, tp_size=8, dcp_size=8, attention_backend="nsa", chunked_prefill_size=chunk)
+    assert view.chunked_prefill_size == chunk

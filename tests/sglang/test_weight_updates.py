@@ -11,13 +11,17 @@ from tests.sglang.served_parts import make_weight_updater
 
 pytestmark = pytest.mark.sglang
 
-REFUSED = "nsa-dcp: online weight updates are not supported here: decode reads"
+REFUSED = "nsa-dcp: online weight updates are not supported here: "
 
 
 class Layers(torch.nn.Module):
-    """An attention layer, and experts whose scales are interleaved once more each time they are processed."""
+    """An attention layer, and experts whose scales are interleaved once more each time they are processed.
 
-    def __init__(self, has_attention=True):
+    Args:
+        known: whether the experts' method is the one that is known to rearrange what it has loaded.
+    """
+
+    def __init__(self, has_attention=True, known=False):
         from sglang.srt.layers.quantization.w4afp8 import W4AFp8Config, W4AFp8MoEMethod
         from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
@@ -27,7 +31,7 @@ class Layers(torch.nn.Module):
             torch.nn.Module.__init__(self.attention)
         self.norm = torch.nn.Parameter(torch.arange(4.0))
         self.experts = torch.nn.Module()
-        method = object.__new__(W4AFp8MoEMethod)
+        method = object.__new__(W4AFp8MoEMethod if known else type("SomeMoEMethod", (W4AFp8MoEMethod,), {}))
         method.quant_config = W4AFp8Config(group_size=128)
         method.create_weights(
             self.experts,
@@ -55,7 +59,7 @@ class Layers(torch.nn.Module):
 class Server:
     """sglang's manager of weight updates over real updaters, one for each role."""
 
-    def __init__(self, settings, monkeypatch, roles=("target",)):
+    def __init__(self, settings, monkeypatch, roles=("target",), known=False):
         from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
         from nsa_dcp.sglang_plugin.startup.weight_updates import refuse_weight_updates
@@ -63,7 +67,7 @@ class Server:
         monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
         self.models, runners = {}, {}
         for role in roles:
-            model = self.models[role] = Layers(has_attention=role == "target")
+            model = self.models[role] = Layers(has_attention=role == "target", known=known)
             updater = make_weight_updater(lambda model=model: model)
             runner = SimpleNamespace(model=model, weight_updater=updater, is_draft_worker=role == "draft")
             refuse_weight_updates(runner, settings)
@@ -136,7 +140,7 @@ def make_server(publish_rank, monkeypatch):
         settings = ServerSettings(
             dcp_size=2, tp_size=2, dcp_replicate_q_proj=copies == "query", enable_cp_decode_attn_tp=copies == "slices"
         )
-        return Server(settings, monkeypatch, roles)
+        return Server(settings, monkeypatch, roles, known=copies == "experts")
 
     # What a trainer sent.
     received = [("norm", torch.full((4,), 7.0))]
@@ -145,7 +149,7 @@ def make_server(publish_rank, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("copies", ["query", "slices"])
+@pytest.mark.parametrize("copies", ["query", "slices", "experts"])
 @pytest.mark.parametrize("roles", [("target",), ("target", "draft")], ids=len)
 @pytest.mark.parametrize("routes", [("tensor",), ("distributed",), ("tensor", "distributed", "tensor"), ()], ids=len)
 def test_a_session_whose_loads_are_refused_changes_nothing(make_server, copies, roles, routes):
@@ -161,7 +165,7 @@ def test_a_session_whose_loads_are_refused_changes_nothing(make_server, copies, 
     assert not any(model.loaded or model.post_loads for model in server.models.values())
 
 
-@pytest.mark.parametrize("copies", ["query", "slices"])
+@pytest.mark.parametrize("copies", ["query", "slices", "experts"])
 @pytest.mark.parametrize("route", ["disk", "ipc"])
 def test_an_update_without_a_session_is_refused_too(make_server, copies, route):
     server = make_server(copies, ("target", "draft"))

@@ -178,3 +178,48 @@ def _config_of(num_layers):
         "index_head_dim": 128,
         "max_position_embeddings": 4096,
     }
+
+
+def test_a_pool_ends_where_slots_would_not_fit_32_bits():
+    """Memory for more than 2**31 tokens: the plan holds what the table says, and says what ends it."""
+    from nsa_dcp.planning.limits import largest_pool
+
+    (row,) = plan(preset_dims("glm-5.2"), gpu_memory_gib=20_000_000, kv_cache_dtypes=["fp8_e4m3"], dcp_sizes=[8]).rows
+    assert row.tokens_per_gpu * 8 == largest_pool(8)[0]
+    assert row.cap == "slots of 32 bits"
+    (row,) = plan(preset_dims("glm-5.2"), gpu_memory_gib=90, kv_cache_dtypes=["fp8_e4m3"], dcp_sizes=[8]).rows
+    assert row.cap == ""
+
+
+def test_a_pipelines_pool_past_16_million_tokens_is_held_whole():
+    """sglang's gather of index keys ends at 16,268,800 tokens; ours does not."""
+    (row,) = plan(
+        preset_dims("glm-5.2"),
+        gpu_memory_gib=141,
+        mem_fraction_static=0.85,
+        weights_gib=24,
+        kv_cache_dtypes=["fp8_e4m3"],
+        dcp_sizes=[8],
+        pp_size=2,
+        pp_layer_partition="38,40",
+        gpus_per_node=16,
+    ).rows
+    assert (row.tokens_per_node, row.cap) == (22_373_376, "")
+
+
+@pytest.mark.parametrize(("asked", "held"), [(None, 2048), (512, 512), (1, 1)])
+def test_a_plan_names_what_its_requests_hold_beside_the_pools(asked, held):
+    planned = plan(
+        preset_dims("glm-5.2"),
+        gpu_memory_gib=139,
+        mem_fraction_static=0.85,
+        weights_gib=50,
+        kv_cache_dtypes=["fp8_e4m3"],
+        dcp_sizes=[8],
+        max_running_requests=asked,
+    )
+    (row,) = planned.rows
+    assert row.requests == held
+    assert row.held.request_table == (held + 1) * (1_048_576 + 4) * 4
+    assert planned.left_bytes == int(139 * 0.15 * 2**30)
+    assert planned.as_dict()["rows"][0]["held"]["total"] == row.held.total

@@ -72,7 +72,7 @@ def test_a_command_that_can_be_served_has_no_problem(settings, model):
             },
             GLM,
             "--enable-cp-decode-attn-tp with --attn-dp-size 2",
-            "drop one",
+            "drop --enable-cp-decode-attn-tp, or use --attn-cp-size 8 --dcp-size 8",
         ),
         ({"enable_cp_decode_attn_tp": True}, DEEPSEEK, "--enable-cp-decode-attn-tp with DeepseekV32", "drop"),
         ({"dcp_replicate_q_proj": True}, GLM, "--dcp-replicate-q-proj with --enable-prefill-cp", "leave it out"),

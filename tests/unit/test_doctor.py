@@ -62,11 +62,11 @@ def test_a_good_command_passes_and_says_what_would_run(run):
 
 
 def test_every_reason_of_a_bad_command_is_given_at_once(run):
-    status, verdict = judge(run, "--page-size", "32", "--enable-hisparse", "--dcp-comm-backend", "fi_a2a")
+    status, verdict = judge(run, "--kv-cache-dtype", "fp8_e5m2", "--enable-hisparse", "--dcp-comm-backend", "fi_a2a")
     assert (status, verdict["refused"]) == (1, True)
     assert [problem["asked"] for problem in verdict["problems"]] == [
         "--dcp-comm-backend fi_a2a",
-        "--page-size 32",
+        "--kv-cache-dtype fp8_e5m2",
         "--enable-hisparse",
     ]
     assert all(problem["reason"] and problem["instead"] for problem in verdict["problems"])
@@ -125,9 +125,20 @@ def test_attention_dp_narrows_the_dcp_group(run):
     assert judge(run, "--dp-size", "2")[0] == 0
 
 
-def test_the_partial_parser_says_what_it_did_not_read(run):
-    _, verdict = judge(run, "--quantization", "w4afp8")
-    assert "not --quantization w4afp8" in verdict["notes"][-2]
+def test_what_only_sglang_can_judge_is_said_and_the_command_is_not_called_good(run):
+    status, verdict = judge(run, "--enable-eplb", "--context-length", "9000000")
+    assert (status, verdict["refused"], verdict["outcome"]) == (0, False, "undecided")
+    assert verdict["unjudged"] == ["--context-length", "--enable-eplb"]
+    text = run("--command-only", "--preset", "glm-5.2", "--", *COMMAND, "--enable-eplb")[1]
+    assert "would start" not in text
+    assert "which only sglang can say of --enable-eplb" in text
+
+
+@pytest.mark.parametrize(("flags", "outcome"), [([], "starts"), (["--dcp-size", "1"], "left to sglang")])
+def test_a_command_that_is_left_to_sglang_is_not_called_good(run, flags, outcome):
+    assert judge(run, *flags)[1]["outcome"] == outcome
+    text = run("--command-only", "--preset", "glm-5.2", "--", *COMMAND, *flags)[1]
+    assert ("would start" in text) == (outcome == "starts")
 
 
 @pytest.mark.parametrize(

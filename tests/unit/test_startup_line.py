@@ -8,9 +8,12 @@ import torch
 
 from nsa_dcp.planning.capacity import bytes_per_token, temporary_buffers
 from nsa_dcp.planning.dimensions import preset_dims
+from nsa_dcp.planning.held_memory import held_memory
+from nsa_dcp.planning.limits import Sizes
 from nsa_dcp.sglang_plugin.startup.startup_line import PREFIX, pool_facts, startup_line
 
 GLM = preset_dims("glm-5.2")
+HELD = held_memory(Sizes(requests=64, context=131_076, rows=8192, attended_heads=64), longest=131_072)
 
 
 def make_pool(rows, dcp_size, row_bytes=656):
@@ -43,6 +46,7 @@ def test_the_line_states_mode_group_kernel_bytes_and_budgets():
         comm_backend="a2a",
         pool=make_pool(640, 8),
         buffers=buffers,
+        held=HELD,
         topk="exact",
     )
     assert line.startswith(PREFIX) and "\n" not in line
@@ -53,6 +57,8 @@ def test_the_line_states_mode_group_kernel_bytes_and_budgets():
     assert facts["prefix_unit_tokens"] == 64 * 8
     assert (facts["latent_bytes_per_token"], facts["index_key_bytes_per_token"]) == (6396, 2772)
     assert facts["buffer_budget_bytes"]["page_gather"] == 131072 * 656
+    assert facts["held_bytes"] == HELD.as_bytes()
+    assert facts["held_bytes"]["request_table"] == 65 * 131_076 * 4
     # 1,024 query tokens over the gathered rows.
     assert facts["buffer_budget_bytes"]["dequantised"] == 131072 * 1152
 
@@ -67,5 +73,6 @@ def test_an_empty_group_is_refused():
             comm_backend="a2a",
             pool=make_pool(64, 1),
             buffers=temporary_buffers(GLM, "fp8_e4m3", 1, local_heads=8, rows=1, context=1, pool_rows=64),
+            held=HELD,
             topk="exact",
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from nsa_dcp.sglang_plugin.admission.advice import Advice, Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.server_settings import Problem, ServerSettings
 
-_DROP = "drop it, or serve with --dcp-size 1"
 _OFF = (None, False, 0, "", "null", "none")
 _CHANGES_BLOCKS = "its block copies do not know which rank owns a slot"
 _RETURNS_BY_SLOT = "its host buffer is indexed by slot, and sized for one rank's rows"
@@ -82,25 +82,39 @@ def find_feature_problems(settings: ServerSettings) -> list[Problem]:
         value = getattr(settings, field)
         if value not in _OFF:
             shown = type(value) in (str, int)
-            problems.append(Problem(f"{flag} {value}" if shown else flag, reason, _DROP))
+            problems.append(Problem(f"{flag} {value}" if shown else flag, reason, _drop(flag)))
     if settings.decode_cuda_graph == "breakable":
-        problems.append(Problem("breakable decode graphs", _NO_METADATA, "use full ones, or none"))
+        problems.append(
+            Problem(
+                "breakable decode graphs",
+                _NO_METADATA,
+                advise(
+                    Change(("--cuda-graph-backend-decode full",), ("--cuda-graph-config",), said="use full ones"),
+                    Change(("--cuda-graph-backend-decode disabled",), ("--cuda-graph-config",), said="none"),
+                ),
+            )
+        )
     if settings.foreign_draft:
         problems.append(
             Problem(
                 "--speculative-draft-model-path",
                 "only the checkpoint's own draft layer was checked",
-                "leave it out",
+                advise(drop("--speculative-draft-model-path", said="leave it out")),
             )
         )
     if settings.dtype not in ("auto", "bfloat16"):
-        problems.append(Problem(f"--dtype {settings.dtype}", "FlashMLA attends in bfloat16", "use --dtype bfloat16"))
+        problems.append(
+            Problem(f"--dtype {settings.dtype}", "FlashMLA attends in bfloat16", advise(use("--dtype bfloat16")))
+        )
     if settings.checkpoint_engine_wait_weights_before_ready and settings.copies_weights:
         problems.append(
             Problem(
                 "--checkpoint-engine-wait-weights-before-ready",
                 "weights that arrive later do not reach the copies that decode reads",
-                "drop it, or use --no-dcp-replicate-q-proj and no --enable-cp-decode-attn-tp",
+                advise(
+                    drop("--checkpoint-engine-wait-weights-before-ready", said="drop it"),
+                    Change(("--no-dcp-replicate-q-proj",), ("--enable-cp-decode-attn-tp",)),
+                ),
             )
         )
     if settings.enable_memory_saver and not settings.enable_weights_cpu_backup and settings.copies_weights:
@@ -109,7 +123,14 @@ def find_feature_problems(settings: ServerSettings) -> list[Problem]:
                 "--enable-memory-saver without --enable-weights-cpu-backup",
                 "weights that were released come back undefined, and the update that would bring them is refused: "
                 "it does not reach the copies that decode reads",
-                "add --enable-weights-cpu-backup, or use --no-dcp-replicate-q-proj and no --enable-cp-decode-attn-tp",
+                advise(
+                    Change(("--enable-weights-cpu-backup",), said="add --enable-weights-cpu-backup"),
+                    Change(("--no-dcp-replicate-q-proj",), ("--enable-cp-decode-attn-tp",)),
+                ),
             )
         )
     return problems
+
+
+def _drop(flag: str) -> Advice:
+    return advise(drop(flag, said="drop it"), use("--dcp-size 1", said="serve with --dcp-size 1"))

@@ -8,7 +8,19 @@ receives it from the stage before; no such server was run.
 from __future__ import annotations
 
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE, describe_waiting_stage, split_layers, suggest_partition
+from nsa_dcp.sglang_plugin.admission.advice import Advice, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
+
+_FEWER_STAGES = advise(use("--pp-size 1", said="use fewer stages"))
+_UNSET = advise(drop(PARTITION_VARIABLE, said="correct it, or unset it"))
+_DROPPED_WITH = {
+    "--speculative-algorithm": (
+        "--speculative-num-steps",
+        "--speculative-eagle-topk",
+        "--speculative-num-draft-tokens",
+    ),
+    "--attn-dp-size": ("--enable-dp-attention", "--dp-size"),
+}
 
 
 def find_pipeline_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem]:
@@ -28,7 +40,7 @@ def find_pipeline_problems(settings: ServerSettings, model: ModelFacts) -> list[
         "--enable-dynamic-chunking": settings.enable_dynamic_chunking,
     }
     problems = [
-        Problem(f"--pp-size {settings.pp_size} with {flag}", "the two were not run together", "drop one of them")
+        Problem(f"--pp-size {settings.pp_size} with {flag}", "the two were not run together", _drop_one(flag))
         for flag, asked in unchecked.items()
         if asked
     ]
@@ -41,11 +53,18 @@ def _stage_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem
         stages = split_layers(model.num_hidden_layers, settings.pp_size, settings.pp_layer_partition)
     except ValueError as error:
         if settings.pp_layer_partition is None:
-            return [Problem(asked, str(error), "use fewer stages")]
-        return [Problem(f"{PARTITION_VARIABLE}={settings.pp_layer_partition}", str(error), "correct it, or unset it")]
+            return [Problem(asked, str(error), _FEWER_STAGES)]
+        return [Problem(f"{PARTITION_VARIABLE}={settings.pp_layer_partition}", str(error), _UNSET)]
     waiting = describe_waiting_stage(stages, model.indexer_layers)
     if not waiting:
         return []
     partition = suggest_partition(stages, model.indexer_layers)
-    instead = f"set {PARTITION_VARIABLE}={partition}" if partition else "use fewer stages"
+    instead = advise(use(f"{PARTITION_VARIABLE}={partition}")) if partition else _FEWER_STAGES
     return [Problem(asked, f"{waiting}; no such server was run", instead)]
+
+
+def _drop_one(flag: str) -> Advice:
+    name, *_ = flag.split(" ")
+    if name == "--cp-strategy":
+        return advise(use("--cp-strategy interleave"), drop("--pp-size"))
+    return advise(drop(name, *_DROPPED_WITH.get(name, ())), drop("--pp-size"))

@@ -1,88 +1,62 @@
 """Read a `launch_server` command line into what `validation.find_problems` judges.
 
 sglang's own parser is used where sglang can be imported (`read_with_sglang`, a few seconds). Elsewhere
-`read_without_sglang` knows the flags that validation judges, and says that it is partial: it cannot tell a misspelt
-flag from one that it does not know.
+`read_without_sglang` uses the same grammar from a table (`admission.launch_parser`). Either hands its fields to
+`command_from_fields`, so that the two come to the same settings.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from nsa_dcp.planning.config_fields import first_architecture, language_fields, positive_integer, read_json_object
+from nsa_dcp.planning.config_fields import (
+    first_architecture,
+    language_fields,
+    natural_integer,
+    positive_integer,
+    read_json_object,
+)
 from nsa_dcp.planning.dimensions import indexer_layers, preset_dims
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.sglang_plugin.admission import launch_parser
+from nsa_dcp.sglang_plugin.admission.launch_config import merge_config_file
+from nsa_dcp.sglang_plugin.admission.launch_line import strip_launcher as strip_launcher
+from nsa_dcp.sglang_plugin.admission.server_settings import is_foreign_draft, settle_typed
+from nsa_dcp.sglang_plugin.admission.sglang_flags import list_unjudged
 from nsa_dcp.sglang_plugin.admission.validation import ModelFacts, ServerSettings
 from nsa_dcp.sglang_plugin.admission.weight_rules import projection_format, read_quantization
 
-_LAUNCHERS = (("-m", "sglang.launch_server"), ("sglang", "serve"))
 _PRESET_ARCHITECTURES = {"glm-5.2": "GlmMoeDsaForCausalLM", "deepseek-v3.2": "DeepseekV32ForCausalLM"}
-# The spellings of sglang 0.5.23; `--tp`, `--dp` and `--pp` are the abbreviations people type.
-_VALUE_FLAGS = {
-    "model_path": (("--model-path", "--model"), str),
-    "dcp_size": (("--dcp-size", "--decode-context-parallel-size"), int),
-    "tp_size": (("--tp-size", "--tensor-parallel-size", "--tp"), int),
-    "dp_size": (("--dp-size", "--data-parallel-size", "--dp"), int),
-    "pp_size": (("--pp-size", "--pipeline-parallel-size", "--pp"), int),
-    "pp_async_batch_depth": (("--pp-async-batch-depth",), int),
-    "attn_dp_size": (("--attn-dp-size", "--attention-data-parallel-size"), int),
-    "attn_cp_size": (("--attn-cp-size", "--attention-context-parallel-size"), int),
-    "cp_strategy": (("--cp-strategy",), str),
-    "attention_backend": (("--attention-backend",), str),
-    "prefill_attention_backend": (("--prefill-attention-backend",), str),
-    "decode_attention_backend": (("--decode-attention-backend",), str),
-    "dsa_prefill_backend": (("--dsa-prefill-backend",), str),
-    "dsa_decode_backend": (("--dsa-decode-backend",), str),
-    "kv_cache_dtype": (("--kv-cache-dtype",), str),
-    "page_size": (("--page-size",), int),
-    "chunked_prefill_size": (("--chunked-prefill-size",), int),
-    "dcp_comm_backend": (("--dcp-comm-backend",), str),
-    "dsa_topk_backend": (("--dsa-topk-backend",), str),
-    "cuda_graph_backend_prefill": (("--cuda-graph-backend-prefill",), str),
-    "cuda_graph_backend_decode": (("--cuda-graph-backend-decode",), str),
-    "grammar_backend": (("--grammar-backend",), str),
-    "dtype": (("--dtype",), str),
-    "quantization": (("--quantization",), str),
-    "cpu_offload_gb": (("--cpu-offload-gb",), int),
-    "rl_on_policy_target": (("--rl-on-policy-target",), str),
-    "radix_cache_backend": (("--radix-cache-backend",), str),
-    "elastic_ep_backend": (("--elastic-ep-backend",), str),
-    "speculative_algorithm": (("--speculative-algorithm",), str),
-    "speculative_eagle_topk": (("--speculative-eagle-topk",), int),
-    "speculative_draft_model_path": (("--speculative-draft-model-path", "--speculative-draft-model"), str),
-    "disaggregation_mode": (("--disaggregation-mode",), str),
-}
-_SWITCHES = {
-    "enable_prefill_cp": ("--enable-prefill-cp",),
-    "enable_dsa_cache_layer_split": ("--enable-dsa-cache-layer-split",),
-    "enable_dp_attention": ("--enable-dp-attention",),
-    "enable_dynamic_chunking": ("--enable-dynamic-chunking",),
-    "enable_hisparse": ("--enable-hisparse",),
-    "enable_hierarchical_cache": ("--enable-hierarchical-cache", "--enable-hicache"),
-    "enable_lmcache": ("--enable-lmcache",),
-    "enable_flexkv": ("--enable-flexkv",),
-    "enable_unified_cache_external_linker": ("--enable-unified-cache-external-linker",),
-    "enable_unified_memory": ("--enable-unified-memory",),
-    "enable_two_batch_overlap": ("--enable-two-batch-overlap",),
-    "enable_pdmux": ("--enable-pdmux",),
-    "enable_return_routed_experts": ("--enable-return-routed-experts",),
-    "enable_return_indexer_topk": ("--enable-return-indexer-topk",),
-    "debug_cuda_graph": ("--debug-cuda-graph",),
-    "enable_torch_compile": ("--enable-torch-compile",),
-    "enable_deterministic_inference": ("--enable-deterministic-inference",),
-    "speculative_adaptive": ("--speculative-adaptive",),
-    "enable_multi_layer_eagle": ("--enable-multi-layer-eagle",),
-    "enable_lora": ("--enable-lora",),
-    "checkpoint_engine_wait_weights_before_ready": ("--checkpoint-engine-wait-weights-before-ready",),
-    "enable_memory_saver": ("--enable-memory-saver",),
-    "enable_weights_cpu_backup": ("--enable-weights-cpu-backup",),
-}
-_ON_OFF = {"dcp_replicate_q_proj": "--dcp-replicate-q-proj", "enable_cp_decode_attn_tp": "--enable-cp-decode-attn-tp"}
-READ_FIELDS = (*_VALUE_FLAGS, *_SWITCHES, *_ON_OFF)
+_GLM, _DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
+# Of both in transformers, where a config does not say.
+_DEFAULT_TOPK = 2048
+# A folder that holds nothing, for models that have none.
+_NOWHERE = os.devnull
+# sglang takes these for DSA models, if their config has an index_topk.
+DSA_ARCHITECTURES = (
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV3ForCausalLMNextN",
+    "MistralLarge3ForCausalLM",
+    "PixtralForConditionalGeneration",
+    "GlmMoeDsaForCausalLM",
+    "GlmMoeDsaForCausalLMNextN",
+    "Glm5NextForConditionalGenerationNextN",
+    "Glm5NextForConditionalGeneration",
+    "LongcatFlashForCausalLM",
+    "LongcatFlashForCausalLMNextN",
+    "Dots3NoteForCausalLM",
+    "Dots3NoteForCausalLMNextN",
+    "HYV4ForCausalLM",
+    "HYV4ForCausalLMNextN",
+)
+_SAME_NAME = tuple(field.name for field in fields(ServerSettings) if field.name not in ServerSettings.DERIVED)
 
 
 @dataclass(frozen=True)
@@ -92,83 +66,111 @@ class ServerCommand:
     Args:
         settings: what validation judges.
         model_path: `--model-path`; None when the command names none.
-        partial: whether flags may have gone unread, because sglang's own parser was not used.
-        unread: words that the partial parser did not know.
+        model_override_args: `--json-model-override-args`, for `read_overrides`.
+        unjudged: flags and variables on which only sglang can judge.
     """
 
     settings: ServerSettings
     model_path: str | None
-    partial: bool
-    unread: tuple[str, ...] = ()
+    model_override_args: str = "{}"
+    unjudged: tuple[str, ...] = ()
 
 
-def strip_launcher(words: Sequence[str]) -> list[str]:
-    """The server's arguments of a command line, without `python -m sglang.launch_server` or `sglang serve`.
+def read_without_sglang(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> ServerCommand:
+    """Read a command with sglang 0.5.23's grammar.
 
-    ValueError: the words before the first flag are no known launcher.
+    Args:
+        arguments: of the server.
+        environment: of the server; None is this process's.
+
+    ValueError: sglang's parser would not take the command.
     """
-    words = list(words)
-    for first, second in _LAUNCHERS:
-        for at in range(len(words) - 1):
-            if words[at].rsplit("/", 1)[-1] == first and words[at + 1] == second:
-                return words[at + 2 :]
-    if words and not words[0].startswith("-"):
-        raise ValueError(
-            f"the command must begin with a flag, `python -m sglang.launch_server` or `sglang serve`, got {words[0]!r}"
-        )
-    return words
-
-
-def read_without_sglang(arguments: Sequence[str]) -> ServerCommand:
-    """Read the flags that validation judges. ValueError: one of them has a value of the wrong kind, or none."""
-    parser = _QuietParser(allow_abbrev=False, add_help=False, prog="launch_server")
-    for field, (flags, kind) in _VALUE_FLAGS.items():
-        parser.add_argument(*flags, dest=field, type=kind)
-    for field, flags in _SWITCHES.items():
-        parser.add_argument(*flags, dest=field, action="store_true")
-    for field, flag in _ON_OFF.items():
-        parser.add_argument(flag, dest=field, action=argparse.BooleanOptionalAction)
-    known, unread = parser.parse_known_args(list(arguments))
-    return command_from_fields(vars(known), partial=True, unread=tuple(unread))
+    parser = _parser()
+    try:
+        known = parser.parse_args(merge_config_file(parser, arguments))
+    except ValueError as error:
+        raise ValueError(f"the command could not be read: {error}") from error
+    return command_from_fields(vars(known), environment)
 
 
 def read_with_sglang(arguments: Sequence[str]) -> dict[str, object]:
     """Read a command with sglang's own parser; returns plain data for `command_from_fields`.
 
     Imports sglang. Like sglang's, exits with status 2 and a message on stderr when the command is not one.
+    ValueError: sglang does not take its `--config` file.
     """
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(prog="launch_server")
     ServerArgs.add_cli_args(parser)
-    known = parser.parse_args(list(arguments))
-    return {field: getattr(known, field, None) for field in READ_FIELDS}
+    for action in parser._actions:
+        action.required = False
+    words = list(arguments)
+    if "--config" in words:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+        words = ConfigArgumentMerger(parser).merge_config_with_args(words)
+    return vars(parser.parse_args(words))
 
 
 def command_from_fields(
-    fields_read: Mapping[str, object], *, partial: bool, unread: tuple[str, ...] = ()
+    fields_read: Mapping[str, object], environment: Mapping[str, str] | None = None
 ) -> ServerCommand:
-    """A command from parsed fields, named as in sglang's `ServerArgs`; None is "not given"."""
-    given = {name: value for name, value in fields_read.items() if value is not None}
-    if given.get("enable_dp_attention"):
-        given.setdefault("dp_size", 1)
-        if given.get("attn_dp_size", 1) == 1:
-            given["attn_dp_size"] = given["dp_size"]
-            given["dp_size"] = min(given["dp_size"], 1)
-    both = given.get("attention_backend")
-    given.setdefault("prefill_attention_backend", both)
-    given.setdefault("decode_attention_backend", both)
+    """A command from all parsed fields, named as in sglang's `ServerArgs`.
+
+    Args:
+        fields_read: from either parser.
+        environment: of the server; None is this process's.
+
+    ValueError: a value is none that sglang would take.
+    """
+    environment = os.environ if environment is None else environment
+    read = settle_typed(fields_read)
+    values = {name: read[name] for name in _SAME_NAME}
     for phase in ("prefill", "decode"):
-        given[f"{phase}_cuda_graph"] = given.get(f"cuda_graph_backend_{phase}")
-    given["pp_layer_partition"] = os.environ.get(PARTITION_VARIABLE)
-    given["foreign_draft"] = given.get("speculative_draft_model_path") not in (None, given.get("model_path"))
-    known = {field.name for field in fields(ServerSettings)}
-    settings = ServerSettings(**{name: value for name, value in given.items() if name in known})
-    return ServerCommand(settings, given.get("model_path"), partial, unread)
+        asked = read[f"{phase}_attention_backend"] or read["attention_backend"]
+        values[f"{phase}_attention_backend"] = asked
+        config = (read["cuda_graph_config"] or {}).get(phase, {})
+        values[f"{phase}_cuda_graph"] = config.get("backend", read[f"cuda_graph_backend_{phase}"])
+    values["pp_layer_partition"] = environment.get(PARTITION_VARIABLE)
+    values["foreign_draft"] = is_foreign_draft(read["speculative_draft_model_path"], read["model_path"])
+    given = {name: value for name, value in fields_read.items() if value != _defaults().get(name)}
+    return ServerCommand(
+        ServerSettings(**values),
+        read["model_path"],
+        read["json_model_override_args"],
+        list_unjudged(given, environment),
+    )
 
 
-def read_model_facts(model_path: str | Path) -> ModelFacts:
-    """Facts of a checkpoint on this machine, from its `config.json`.
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    parser = launch_parser.build_parser()
+    for action in parser._actions:
+        # Doctor may be told of a model that the command does not name.
+        action.required = False
+    return parser
+
+
+@functools.cache
+def _defaults() -> dict[str, object]:
+    return {entry["field"]: entry.get("default") for entry in launch_parser.read_table()}
+
+
+def read_overrides(text: str) -> dict[str, object]:
+    """Fields of the model's config that `--json-model-override-args` replaces. ValueError: it is no JSON object."""
+    try:
+        overrides = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--json-model-override-args must be JSON, got {text!r}: {error}") from error
+    if not isinstance(overrides or {}, dict):
+        raise ValueError(f"--json-model-override-args must be a JSON object, got {type(overrides).__name__}")
+    # sglang passes over whatever is empty.
+    return overrides or {}
+
+
+def read_model_facts(model_path: str | Path, overrides: Mapping[str, object] | None = None) -> ModelFacts:
+    """Facts of a checkpoint on this machine, from its `config.json` with the fields that a command replaces.
 
     ValueError: there is no readable config, or the field that would say is not of its kind.
     """
@@ -176,40 +178,72 @@ def read_model_facts(model_path: str | Path) -> ModelFacts:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"model must be a directory with a config.json, or that file, got {str(model_path)!r}")
-    config = read_json_object(path)
-    architecture = first_architecture(config, str(path))
-    text = language_fields(config, "index_topk", str(path))
-    if not text.get("index_topk"):
+    return _facts_from_config(read_json_object(path), overrides or {}, source=str(path), folder=path.parent)
+
+
+def _facts_from_config(
+    config: Mapping[str, object], overrides: Mapping[str, object], *, source: str, folder: Path | None = None
+) -> ModelFacts:
+    """What sglang makes of a config's fields and of those that a command replaces.
+
+    Source: sglang 0.5.23 `is_deepseek_dsa`, `get_config`; transformers 5.24 `GlmMoeDsaConfig.__post_init__`.
+    """
+    config = dict(config)
+    architecture = first_architecture(config, source)
+    if "text_config" not in config and config.get("model_type") in (_GLM, _DEEPSEEK):
+        config.setdefault("index_topk", _DEFAULT_TOPK)
+    text = dict(language_fields(config, "index_topk", source))
+    if config.get("model_type") == _GLM and text.get("num_hidden_layers") is not None:
+        # Read before fields are replaced: a replaced frequency or pattern does not reach it.
+        selecting = set(indexer_layers(text, source=source, architecture=architecture))
+        layers = positive_integer(text, "num_hidden_layers", source)
+        text["indexer_types"] = ["full" if layer in selecting else "shared" for layer in range(layers)]
+    text |= overrides
+    if "architectures" in overrides:
+        architecture = first_architecture(overrides, source)
+    if architecture not in DSA_ARCHITECTURES or text.get("index_topk") is None:
         return ModelFacts(is_dsa=False, architecture=architecture)
     numbers = {
-        field: positive_integer(text, field, str(path))
-        for field in ("num_attention_heads", "num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_topk")
+        field: positive_integer(text, field, source)
+        for field in ("num_attention_heads", "num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")
     }
     return ModelFacts(
         is_dsa=True,
         architecture=architecture,
-        index_kpool=positive_integer(text, "index_kpool", str(path), default=1),
-        indexer_layers=indexer_layers(text, source=str(path), architecture=architecture),
-        projection_format=projection_format(read_quantization(config, path.parent), numbers["num_hidden_layers"]),
+        # 0 is refused by its name, as a width that the kernel does not have.
+        index_topk=natural_integer(text, "index_topk", source),
+        index_kpool=positive_integer(text, "index_kpool", source, default=1),
+        indexer_layers=indexer_layers(text, source=source, architecture=architecture),
+        projection_format=projection_format(
+            read_quantization(config | overrides, folder or Path(_NOWHERE)), numbers["num_hidden_layers"]
+        ),
+        hidden_size=_size_or_unknown(text.get("hidden_size")),
+        context_length=_size_or_unknown(text.get("max_position_embeddings")),
         **numbers,
     )
 
 
-def preset_model_facts(preset: str) -> ModelFacts:
-    """Facts of a published model, by the planner's preset name. ValueError: the name is unknown."""
+def _size_or_unknown(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def preset_model_facts(preset: str, overrides: Mapping[str, object] | None = None) -> ModelFacts:
+    """Facts of a published model, by the planner's preset name, with the fields that a command replaces.
+
+    ValueError: the name is unknown.
+    """
     dims = preset_dims(preset)
-    return ModelFacts(
-        is_dsa=True,
-        architecture=_PRESET_ARCHITECTURES[preset],
-        num_attention_heads=dims.num_attention_heads,
-        kv_lora_rank=dims.kv_lora_rank,
-        qk_rope_head_dim=dims.qk_rope_head_dim,
-        index_topk=dims.index_topk,
-        num_hidden_layers=dims.num_hidden_layers,
-        indexer_layers=dims.indexer_layers,
-    )
-
-
-class _QuietParser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise ValueError(f"the command could not be read: {message}")
+    config: dict[str, object] = {
+        "architectures": [_PRESET_ARCHITECTURES[preset]],
+        "num_attention_heads": dims.num_attention_heads,
+        "kv_lora_rank": dims.kv_lora_rank,
+        "qk_rope_head_dim": dims.qk_rope_head_dim,
+        "index_topk": dims.index_topk,
+        "hidden_size": dims.hidden_size,
+        "max_position_embeddings": dims.max_context,
+        "num_hidden_layers": dims.num_hidden_layers,
+        "indexer_types": [
+            "full" if layer in dims.indexer_layers else "shared" for layer in range(dims.num_hidden_layers)
+        ],
+    }
+    return _facts_from_config(config, overrides or {}, source=f"preset {preset}")

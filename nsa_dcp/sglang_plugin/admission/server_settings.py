@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +16,7 @@ class ServerSettings:
     never a problem, but for `grammar_backend`: sglang then always chooses one. `prefill_cuda_graph` and
     `decode_cuda_graph` are the graph backends asked for; None or "disabled" when none was. `foreign_draft`: drafts come
     from another checkpoint. `pp_layer_partition`: the value of `nsa_dcp.planning.pipelines.PARTITION_VARIABLE`.
+    `chunk_is_divided`: sglang has divided `chunked_prefill_size` by `attn_dp_size` already.
     """
 
     DERIVED: ClassVar[frozenset[str]] = frozenset(
@@ -24,12 +27,14 @@ class ServerSettings:
             "decode_cuda_graph",
             "foreign_draft",
             "pp_layer_partition",
+            "chunk_is_divided",
         )
     )
 
     dcp_size: int = 1
     tp_size: int = 1
     dp_size: int = 1
+    nnodes: int = 1
     pp_size: int = 1
     pp_layer_partition: str | None = None
     pp_async_batch_depth: int = 0
@@ -46,6 +51,10 @@ class ServerSettings:
     kv_cache_dtype: str = "auto"
     page_size: int | None = None
     chunked_prefill_size: int | None = None
+    chunk_is_divided: bool = False
+    max_prefill_tokens: int = 16_384
+    context_length: int | None = None
+    max_running_requests: int | None = None
     enable_dynamic_chunking: bool = False
     dcp_comm_backend: str | None = None
     dcp_replicate_q_proj: bool | None = None
@@ -68,6 +77,8 @@ class ServerSettings:
     elastic_ep_backend: str | None = None
     speculative_algorithm: str | None = None
     speculative_eagle_topk: int | None = None
+    speculative_num_steps: int | None = None
+    speculative_num_draft_tokens: int | None = None
     speculative_adaptive: bool = False
     enable_multi_layer_eagle: bool = False
     foreign_draft: bool = False
@@ -83,11 +94,17 @@ class ServerSettings:
     enable_pdmux: bool = False
     enable_return_routed_experts: bool = False
     enable_return_indexer_topk: bool = False
+    moe_dense_tp_size: int | None = None
+    served_model_name: str | None = None
 
     @property
     def copies_weights(self) -> bool:
         """Whether decode reads copies of attention weights, which an update of the weights does not reach."""
-        return bool(self.dcp_replicate_q_proj or self.enable_cp_decode_attn_tp)
+        replicated = self.dcp_replicate_q_proj
+        if replicated is None:
+            # What sglang makes of "not given" for a DSA model.
+            replicated = not self.enable_prefill_cp and self.dcp_comm_backend in (None, "a2a")
+        return bool(replicated or self.enable_cp_decode_attn_tp)
 
     @property
     def context_parallel_size(self) -> int:
@@ -104,7 +121,8 @@ class ModelFacts:
     """The part of a checkpoint's config that decides whether nsa-dcp can serve it.
 
     `is_dsa`: the model has DeepSeek Sparse Attention. `indexer_layers`: the layers that select, ascending.
-    `projection_format`: as `weight_rules.projection_format` returns it. The other fields carry the config's names.
+    `projection_format`: as `weight_rules.projection_format` returns it. `context_length`: the longest prompt that it
+    was made for, in tokens; 0 where that is not known, as for `hidden_size`. The other fields carry the config's names.
     """
 
     is_dsa: bool
@@ -115,13 +133,18 @@ class ModelFacts:
     index_topk: int = 0
     index_kpool: int = 1
     num_hidden_layers: int = 0
+    hidden_size: int = 0
+    context_length: int = 0
     indexer_layers: tuple[int, ...] = ()
     projection_format: str | None = None
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason why a command cannot be served: what was asked, why not, and what would work."""
+    """One reason why a command cannot be served: what was asked, why not, and what would work.
+
+    `instead` is an `advice.Advice` where following it can be done by a program.
+    """
 
     asked: str
     reason: str
@@ -129,3 +152,34 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.asked}: {self.reason}; {self.instead}."
+
+
+def settle_typed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What sglang makes of fields as typed where the typed value does not matter, for a DSA model with DCP.
+
+    `--dp-size N --enable-dp-attention` is the old spelling of `--attn-dp-size N`, and with prefill context parallelism
+    `--dp-size N` alone means the same. A page has 64 tokens whatever was asked. On Hopper `flashmla_auto` is
+    flashmla_kv over an FP8 cache, so it counts as not given.
+
+    Args:
+        values: by sglang's names; `dp_size` and `attn_dp_size` among them.
+    """
+    settled = dict(values)
+    if (settled.get("page_size") or 0) > 0:
+        settled["page_size"] = 64
+    for field in ("dsa_prefill_backend", "dsa_decode_backend"):
+        if settled.get(field) == "flashmla_auto" and settled.get("kv_cache_dtype") == "fp8_e4m3":
+            settled[field] = None
+    dp_size = settled["dp_size"]
+    widened = settled.get("enable_dp_attention") or (settled.get("enable_prefill_cp") and dp_size > 1)
+    if widened and settled["attn_dp_size"] == 1:
+        # A size below 1 stays where it is, to be refused by name.
+        settled.update(attn_dp_size=dp_size, dp_size=min(dp_size, 1))
+    return settled
+
+
+def is_foreign_draft(draft_path: str | None, model_path: str | None) -> bool:
+    """Whether drafts come from another checkpoint. A path is the same in whatever spelling: `/m/x/` is `/m/x`."""
+    if draft_path is None or draft_path == model_path:
+        return False
+    return model_path is None or not draft_path or os.path.realpath(draft_path) != os.path.realpath(model_path)

@@ -7,11 +7,14 @@ imported.
 
 from __future__ import annotations
 
-from nsa_dcp.sglang_plugin.admission.cp_validation import SLICED_ARCHITECTURES, find_context_parallel_problems
+from nsa_dcp.sglang_plugin.admission.advice import Change, advise, drop, use
+from nsa_dcp.sglang_plugin.admission.chunk_rules import find_chunk_problems
+from nsa_dcp.sglang_plugin.admission.cp_validation import SLICED_ARCHITECTURES
 from nsa_dcp.sglang_plugin.admission.feature_rules import find_feature_problems
 from nsa_dcp.sglang_plugin.admission.pipeline_rules import find_pipeline_problems
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
-from nsa_dcp.sglang_plugin.admission.stock_rules import find_size_problems
+from nsa_dcp.sglang_plugin.admission.stock_rules import find_dsa_refusals, find_size_problems, find_stock_refusals
+from nsa_dcp.sglang_plugin.admission.topology_rules import find_topology_problems
 from nsa_dcp.sglang_plugin.admission.weight_rules import find_weight_problems
 
 DSA_ATTENTION_BACKENDS = ("dsa", "nsa")
@@ -26,8 +29,10 @@ PAGE_SIZE = 64
 HEAD_BUCKETS = (64, 128)
 # What the packed cache row and the kernels are laid out for.
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
-# Of a token and head in sglang's exchange, in units of bfloat16: the result and a float32 log-sum-exp.
-_PARTIAL_VALUES = KV_LORA_RANK + 2
+_BACKEND_OF_A_PHASE = ("--prefill-attention-backend", "--decode-attention-backend")
+_WITHOUT_DCP = advise(use("--dcp-size 1", said="serve this checkpoint with --dcp-size 1"))
+# Algorithms are typed with the three numbers, because sglang takes all or none of them.
+_DRAFTS = ("--speculative-num-steps 3", "--speculative-eagle-topk 1", "--speculative-num-draft-tokens 4")
 
 
 def is_served_here(settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None) -> bool:
@@ -54,13 +59,17 @@ def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple
     if not is_served_here(settings, model, capability):
         return []
     sizes = find_size_problems(settings)
-    topology = [] if sizes else _topology_problems(settings, model)
+    topology = []
+    if not sizes:
+        topology = find_topology_problems(
+            settings, model, HEAD_BUCKETS[-1], lambda changed: not find_chunk_problems(changed, model)
+        )
     return [
         *sizes,
         *_hardware_problems(capability),
         *_model_problems(model),
         *topology,
-        *([] if sizes or topology else _chunk_problems(settings, model)),
+        *([] if sizes or topology else find_chunk_problems(settings, model)),
         *_backend_problems(settings),
         *_cache_problems(settings),
         *_speculation_problems(settings),
@@ -69,6 +78,19 @@ def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple
         *_slice_problems(settings, model),
         *find_weight_problems(settings, model),
     ]
+
+
+def find_typed_problems(
+    settings: ServerSettings, model: ModelFacts, capability: tuple[int, int] | None
+) -> list[Problem]:
+    """Return every reason why a command as typed would not start: `find_problems`, and what sglang itself refuses.
+
+    Args: as `is_served_here`, which holds.
+    """
+    problems = find_problems(settings, model, capability)
+    if find_size_problems(settings):
+        return problems
+    return (problems or find_stock_refusals(settings)) + find_dsa_refusals(settings)
 
 
 def describe_problems(problems: list[Problem], dcp_size: int) -> str:
@@ -98,7 +120,13 @@ def _hardware_problems(capability: tuple[int, int] | None) -> list[Problem]:
         Problem(
             f"a GPU of compute capability {capability[0]}.{capability[1]}",
             "FlashMLA's packed sparse kernel is built for Hopper (9.0)",
-            "run on H100, H200 or H20, or leave --dsa-prefill-backend and --dsa-decode-backend to sglang",
+            advise(
+                drop(
+                    "--dsa-prefill-backend",
+                    "--dsa-decode-backend",
+                    said="run on H100, H200 or H20, or leave --dsa-prefill-backend and --dsa-decode-backend to sglang",
+                )
+            ),
         )
     ]
 
@@ -109,8 +137,8 @@ def _model_problems(model: ModelFacts) -> list[Problem]:
         problems.append(
             Problem(
                 f"architecture {model.architecture or 'unknown'}",
-                "its attention has not been checked under DCP",
-                f"supported are {' and '.join(ARCHITECTURES)}",
+                f"its attention has not been checked under DCP, only that of {' and '.join(ARCHITECTURES)}",
+                _WITHOUT_DCP,
             )
         )
     if model.index_kpool > 1:
@@ -118,7 +146,7 @@ def _model_problems(model: ModelFacts) -> list[Problem]:
             Problem(
                 f"index_kpool {model.index_kpool}",
                 "a pooled index key spans positions owned by different DCP ranks",
-                "serve this checkpoint with --dcp-size 1",
+                _WITHOUT_DCP,
             )
         )
     if (model.kv_lora_rank, model.qk_rope_head_dim) != (KV_LORA_RANK, QK_ROPE_HEAD_DIM):
@@ -126,7 +154,7 @@ def _model_problems(model: ModelFacts) -> list[Problem]:
             Problem(
                 f"a latent of {model.kv_lora_rank} + {model.qk_rope_head_dim} values",
                 f"the cache row and the kernels hold {KV_LORA_RANK} + {QK_ROPE_HEAD_DIM}",
-                "serve this checkpoint with --dcp-size 1",
+                _WITHOUT_DCP,
             )
         )
     if model.index_topk <= 0 or model.index_topk % 64:
@@ -134,77 +162,10 @@ def _model_problems(model: ModelFacts) -> list[Problem]:
             Problem(
                 f"index_topk {model.index_topk}",
                 "the kernel walks selections in blocks of 64",
-                "serve this checkpoint with --dcp-size 1",
+                _WITHOUT_DCP,
             )
         )
     return problems
-
-
-def _topology_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem]:
-    asked = f"--tp-size {settings.tp_size} --dcp-size {settings.dcp_size}"
-    if settings.attn_dp_size > 1:
-        asked += f" --attn-dp-size {settings.attn_dp_size}"
-    if settings.tp_size % settings.attn_dp_size:
-        return [Problem(asked, "--tp-size must be a multiple of --attn-dp-size", "change one of the two")]
-    span = _shard_size(settings)
-    if span % settings.dcp_size:
-        divisors = ", ".join(str(size) for size in range(2, span + 1) if span % size == 0)
-        straddles = settings.attn_dp_size > 1 and settings.tp_size % settings.dcp_size == 0
-        reason = (
-            f"a DCP group must lie inside one attention-DP shard ({_ranks(span)} with the same requests), and this one "
-            "would span two"
-            if straddles
-            else f"--dcp-size must divide the {_ranks(span)} with the same requests"
-        )
-        return [Problem(asked, reason, f"use --dcp-size {divisors.replace(', ', ' or ') or '1'}")]
-    if settings.enable_prefill_cp or settings.attn_cp_size > 1:
-        return find_context_parallel_problems(settings, model, HEAD_BUCKETS[-1])
-    attn_tp_size = span
-    if model.num_attention_heads % attn_tp_size:
-        return [
-            Problem(
-                asked,
-                f"{model.num_attention_heads} attention heads do not divide over {attn_tp_size} ranks",
-                "use a --tp-size that divides them",
-            )
-        ]
-    gathered = model.num_attention_heads // attn_tp_size * settings.dcp_size
-    if gathered > HEAD_BUCKETS[-1]:
-        return [
-            Problem(
-                asked,
-                f"each rank would attend with {gathered} gathered heads, and FlashMLA takes at most {HEAD_BUCKETS[-1]}",
-                "use a larger --tp-size or a smaller --dcp-size",
-            )
-        ]
-    return []
-
-
-def _chunk_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem]:
-    """sglang's merge kernels reach a rank's part of the partial results at 32-bit offsets."""
-    if settings.chunked_prefill_size is None or not model.num_attention_heads:
-        return []
-    # Of a rank after the exchange: its own heads of every rank, 512 values and a log-sum-exp.
-    heads = model.num_attention_heads // (settings.dcp_size if settings.enable_prefill_cp else _shard_size(settings))
-    most = (2**31 - 1) // (heads * _PARTIAL_VALUES * (settings.dcp_size - 1))
-    if 0 < settings.chunked_prefill_size <= most:
-        return []
-    return [
-        Problem(
-            f"--chunked-prefill-size {settings.chunked_prefill_size}",
-            f"sglang merges results of at most {most:,} tokens at once: of more their offsets exceed 32 bits",
-            f"use --chunked-prefill-size 8192, or another of at most {most}",
-        )
-    ]
-
-
-def _shard_size(settings: ServerSettings) -> int:
-    """Ranks of one attention-DP shard, which hold the same requests: attn_tp_size * attn_cp_size of them."""
-    return settings.tp_size // settings.attn_dp_size
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' if number > 1 else ''}"
 
 
 def _backend_problems(settings: ServerSettings) -> list[Problem]:
@@ -218,7 +179,7 @@ def _backend_problems(settings: ServerSettings) -> list[Problem]:
                 Problem(
                     f"attention backend {backend} for {phase}",
                     "only the DSA backend reads a cache that DCP has spread",
-                    "use --attention-backend nsa",
+                    advise(Change(("--attention-backend nsa",), _BACKEND_OF_A_PHASE)),
                 )
             )
     for option, backend in (
@@ -230,7 +191,7 @@ def _backend_problems(settings: ServerSettings) -> list[Problem]:
                 Problem(
                     f"{option} {backend}",
                     "on Hopper only flashmla_kv returns what merging the ranks' results needs",
-                    f"use {option} {SPARSE_BACKEND}, or leave it out",
+                    advise(use(f"{option} {SPARSE_BACKEND}"), drop(option, said="leave it out")),
                 )
             )
     if settings.dcp_comm_backend not in (None, *COMM_BACKENDS):
@@ -238,7 +199,7 @@ def _backend_problems(settings: ServerSettings) -> list[Problem]:
             Problem(
                 f"--dcp-comm-backend {settings.dcp_comm_backend}",
                 "FlashInfer's exchange needs Blackwell's multi-node NVLink",
-                f"use {' or '.join(COMM_BACKENDS)}",
+                advise(*(use(f"--dcp-comm-backend {name}") for name in COMM_BACKENDS)),
             )
         )
     if settings.dcp_replicate_q_proj and settings.dcp_comm_backend == "ag_rs":
@@ -246,7 +207,7 @@ def _backend_problems(settings: ServerSettings) -> list[Problem]:
             Problem(
                 "--dcp-replicate-q-proj with --dcp-comm-backend ag_rs",
                 "sglang replicates the query projection for the all-to-all merge alone",
-                "use --dcp-comm-backend a2a, or --no-dcp-replicate-q-proj",
+                advise(use("--dcp-comm-backend a2a"), use("--no-dcp-replicate-q-proj")),
             )
         )
     if settings.prefill_cuda_graph not in (None, "disabled"):
@@ -254,7 +215,14 @@ def _backend_problems(settings: ServerSettings) -> list[Problem]:
             Problem(
                 f"--cuda-graph-backend-prefill {settings.prefill_cuda_graph}",
                 "sglang cannot capture a prefill under DCP",
-                "leave it out, or use disabled; decode graphs stay on",
+                advise(
+                    Change(
+                        ("--cuda-graph-backend-prefill disabled",),
+                        ("--cuda-graph-config",),
+                        said="leave it out, or use disabled",
+                    ),
+                    because="decode graphs stay on",
+                ),
             )
         )
     return problems
@@ -267,7 +235,7 @@ def _cache_problems(settings: ServerSettings) -> list[Problem]:
             Problem(
                 f"--kv-cache-dtype {settings.kv_cache_dtype}",
                 "the cache is either packed FP8 with a scale per 128 values, or bfloat16",
-                f"use {' or '.join(KV_CACHE_DTYPES)}",
+                advise(*(use(f"--kv-cache-dtype {name}") for name in KV_CACHE_DTYPES)),
             )
         )
     # A page below 1 is among the sizes.
@@ -276,30 +244,30 @@ def _cache_problems(settings: ServerSettings) -> list[Problem]:
             Problem(
                 f"--page-size {settings.page_size}",
                 "the index-key cache and FlashMLA have pages of 64 tokens",
-                f"use --page-size {PAGE_SIZE}, or leave it out",
+                advise(use(f"--page-size {PAGE_SIZE}"), drop("--page-size", said="leave it out")),
             )
         )
     return problems
 
 
 def _speculation_problems(settings: ServerSettings) -> list[Problem]:
-    if settings.speculative_algorithm is None:
-        return []
     problems = []
-    if settings.speculative_algorithm.upper() not in SPECULATIVE_ALGORITHMS:
+    algorithm = settings.speculative_algorithm
+    if algorithm is not None and algorithm.upper() not in SPECULATIVE_ALGORITHMS:
         problems.append(
             Problem(
-                f"--speculative-algorithm {settings.speculative_algorithm}",
+                f"--speculative-algorithm {algorithm}",
                 "its draft has not been checked against a cache spread over DCP ranks",
-                f"use {' or '.join(SPECULATIVE_ALGORITHMS)} with --speculative-eagle-topk 1",
+                advise(*(use(f"--speculative-algorithm {name}", *_DRAFTS) for name in SPECULATIVE_ALGORITHMS)),
             )
         )
+    # sglang looks at it without an algorithm as well.
     if settings.speculative_eagle_topk not in (None, 1) and settings.speculative_eagle_topk > 0:
         problems.append(
             Problem(
                 f"--speculative-eagle-topk {settings.speculative_eagle_topk}",
                 "accepting a branch moves cache rows, which sglang does by undivided slot",
-                "use --speculative-eagle-topk 1",
+                advise(use(*_DRAFTS) if algorithm is not None else drop("--speculative-eagle-topk", said="drop it")),
             )
         )
     return problems
@@ -315,6 +283,9 @@ def _slice_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem
         Problem(
             f"--enable-cp-decode-attn-tp with {model.architecture or 'an unknown architecture'}",
             f"sglang slices the attention weights of {' and '.join(SLICED_ARCHITECTURES)} alone",
-            "drop it: it does nothing without --enable-prefill-cp",
+            advise(
+                drop("--enable-cp-decode-attn-tp", said="drop it"),
+                because="it does nothing without --enable-prefill-cp",
+            ),
         )
     ]

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from nsa_dcp.sglang_plugin.admission.advice import advise, drop
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
 
 UNQUANTISED = ""
@@ -90,7 +91,10 @@ def find_weight_problems(settings: ServerSettings, model: ModelFacts) -> list[Pr
         Problem(
             f"--enable-cp-decode-attn-tp with {shown}",
             reason,
-            "drop --enable-cp-decode-attn-tp: every rank then projects all heads, and the tokens are the same",
+            advise(
+                drop("--enable-cp-decode-attn-tp"),
+                because="every rank then projects all heads, and the tokens are the same",
+            ),
         )
     ]
 

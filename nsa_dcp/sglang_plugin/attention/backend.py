@@ -3,7 +3,7 @@
 The stock class hands FlashMLA slots of the whole pool as if they were rows of this rank's, and drops the log-sum-exp.
 Only the method that calls the kernel is replaced, and with it the one that plans its launches, once a step, for no rows
 in particular, and the filling of a decode graph's page table: writing the cache, gathering heads, merging, all other
-metadata and graphs are sglang's.
+metadata and graphs are sglang's. Queries that its own concatenation would not reach come to it joined.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
 from nsa_dcp.sglang_plugin.attention.decode_page_table import PagewiseDecodeMetadata
+from nsa_dcp.sglang_plugin.attention.query_layout import join_far_heads
 from nsa_dcp_kernels import LocalSelection, attend_selection, localize_selection
 from nsa_dcp_kernels.kv_format import LATENT_DIM
 
@@ -106,6 +107,29 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
         )
         out, lse = attend_selection(queries, rows, selection, sm_scale)
         return out, lse * LOG2_E
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        """As sglang's, which joins the two parts of queries itself; of a large chunk's many heads it cannot.
+
+        Args:
+            q: [T, H, 512], the latent part; or with `q_rope` None both parts, or the queries of dense attention.
+            q_rope: [T, H, 64].
+            k, v, layer, forward_batch, save_kv_cache, others: handed through.
+        """
+        if q_rope is not None:
+            rope_dim = layer.head_dim - layer.v_head_dim
+            q, q_rope = join_far_heads(q, q_rope, layer.tp_q_head_num, layer.v_head_dim, rope_dim)
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope=q_rope, **others)
 
     def _compute_flashmla_metadata(self, cache_seqlens: torch.Tensor, seq_len_q: int) -> NoSchedule:
         """Return what stands in the metadata for the stock kernel's schedule. Nothing is launched.

@@ -7,23 +7,28 @@ neither torch nor sglang: processes that do are started first, all at once, and 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from nsa_dcp.planning.dimensions import PRESETS
 from nsa_dcp.sglang_plugin.admission import server_command
+from nsa_dcp.sglang_plugin.admission.advice import advise, use
+from nsa_dcp.sglang_plugin.admission.held_report import describe_held_memory
+from nsa_dcp.sglang_plugin.admission.launch_line import LaunchLine, read_launch_line
 from nsa_dcp.sglang_plugin.admission.server_command import ServerCommand
+from nsa_dcp.sglang_plugin.admission.server_shape import count_groups, shape_of_command
 from nsa_dcp.sglang_plugin.admission.stock_rules import find_stock_refusals
 from nsa_dcp.sglang_plugin.admission.validation import (
     HOPPER,
     SPARSE_BACKEND,
     ModelFacts,
     Problem,
-    find_problems,
-    head_bucket,
+    find_typed_problems,
     is_served_here,
 )
 from nsa_dcp.sglang_plugin.doctor import machine_checks
@@ -33,6 +38,12 @@ from nsa_dcp.sglang_plugin.doctor.probe import DEFAULT_TIMEOUT_S, Ask, Trials, U
 _MARKS = {OK: "ok     ", FAILED: "FAILED ", SKIPPED: "skipped", machine_checks.WARNING: "warning"}
 # Lines are printed before the later names are known.
 _NAME_WIDTH = len("plugin entry point")
+REFUSED, STARTS, LEFT_TO_SGLANG, UNDECIDED = "refused", "starts", "left to sglang", "undecided"
+_HEADINGS = {
+    STARTS: "this command would start, served by nsa-dcp:",
+    LEFT_TO_SGLANG: "this command was not judged:",
+    UNDECIDED: "nsa-dcp would serve this command, if sglang starts it, which only sglang can say of {}:",
+}
 
 
 @dataclass(frozen=True)
@@ -42,14 +53,25 @@ class CommandVerdict:
     Args:
         served_by: `nsa-dcp`, or `sglang` when nsa-dcp leaves the command alone.
         facts: what would run, in words, one fact each.
-        problems: why it would be refused; empty when it would start.
+        problems: why it would be refused; empty when nothing is known that would.
         notes: limits of the judgement itself.
+        unjudged: flags and variables on which only sglang can judge.
     """
 
     served_by: str
     facts: tuple[str, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    unjudged: tuple[str, ...] = ()
+
+    @property
+    def outcome(self) -> str:
+        """`refused`; `starts`; `left to sglang`, unjudged as a whole; `undecided`, with `unjudged` flags."""
+        if self.problems:
+            return REFUSED
+        if self.served_by == "sglang":
+            return LEFT_TO_SGLANG
+        return UNDECIDED if self.unjudged else STARTS
 
 
 def add_doctor_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -77,6 +99,12 @@ def add_doctor_parser(subparsers: argparse._SubParsersAction) -> argparse.Argume
         "--config", metavar="FILE", help="the model's config.json, when --model-path is not on this machine"
     )
     model.add_argument("--preset", metavar="NAME", help=f"or one of {', '.join(PRESETS)}")
+    model.add_argument(
+        "--preset-if-absent", metavar="NAME", help="one of these, where the command's model is not on this machine"
+    )
+    parser.add_argument(
+        "--dsa-only", action="store_true", help="refuse DCP for models that nsa-dcp leaves to sglang, as the scripts do"
+    )
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -106,7 +134,9 @@ def _find_and_print(args: argparse.Namespace, words: Sequence[str]) -> int:
         raise ValueError(f"--timeout must be above 0 and at most 3600, got {args.timeout:g}")
     # Whatever can be misused is looked at before the machine is.
     arguments = server_command.strip_launcher(words)
-    given = _given_model_facts(args.config, args.preset) if words else None
+    given = args.config or args.preset
+    if words and (given or args.preset_if_absent):
+        _given_model_facts(args.config, args.preset or args.preset_if_absent, {})
     use_sglang = not args.no_imports and machine_checks.installed_version("sglang") is not None
     checks: list[Check] = []
     verdict = None
@@ -134,7 +164,12 @@ def _find_and_print(args: argparse.Namespace, words: Sequence[str]) -> int:
         if words:
             try:
                 command = read_command(words, use_sglang=use_sglang, ask=ask)
-                verdict = judge_command(command, *(given or _own_model_facts(command)))
+                if given:
+                    overrides = server_command.read_overrides(command.model_override_args)
+                    facts = _given_model_facts(args.config, args.preset, overrides)
+                else:
+                    facts = _own_model_facts(command, args.preset_if_absent)
+                verdict = judge_command(command, *facts, dsa_only=args.dsa_only)
             except RuntimeError as error:
                 if args.command_only:
                     raise ValueError(str(error)) from error
@@ -161,15 +196,16 @@ def examine_imports(ask: Ask) -> Iterator[Check]:
 
 
 def read_command(words: Sequence[str], *, use_sglang: bool, ask: Ask | None = None) -> ServerCommand:
-    """Read a command with sglang's own parser where sglang is installed, else with the partial one.
+    """Read a command with sglang's own parser where sglang is installed, else with its grammar from a table.
 
     `ask` waits for the step `command` of processes that were started with this command's arguments; without it one is
     started here. ValueError: the words are not a launch_server command; the message is sglang's where its parser was
     used. RuntimeError: sglang did not get to read it.
     """
-    arguments = server_command.strip_launcher(words)
+    line = read_launch_line(words)
+    arguments = list(line.arguments)
     if not use_sglang or machine_checks.installed_version("sglang") is None:
-        return server_command.read_without_sglang(arguments)
+        return _with_unread(server_command.read_without_sglang(arguments, line.environment), line)
     if ask is None:
         with Trials([("command",)], arguments) as trials:
             answer = trials.ask("command")
@@ -179,21 +215,28 @@ def read_command(words: Sequence[str], *, use_sglang: bool, ask: Ask | None = No
         raise RuntimeError(f"sglang could not read the command: {answer.reason}")
     if "refused" in answer:
         raise ValueError(f"sglang could not read the command: {answer['refused']}")
-    return server_command.command_from_fields(answer["fields"], partial=False)
+    return _with_unread(server_command.command_from_fields(answer["fields"], line.environment), line)
 
 
-def judge_command(command: ServerCommand, model: ModelFacts, source: str) -> CommandVerdict:
-    """What a command would do on a Hopper node. `source` says where the model's facts come from."""
+def _with_unread(command: ServerCommand, line: LaunchLine) -> ServerCommand:
+    return dataclasses.replace(command, unjudged=(*command.unjudged, *line.unread))
+
+
+def judge_command(command: ServerCommand, model: ModelFacts, source: str, *, dsa_only: bool = False) -> CommandVerdict:
+    """What a command would do on a Hopper node.
+
+    Args:
+        command: as read.
+        model, source: the model's facts, and where they come from.
+        dsa_only: whether DCP for a model without DeepSeek Sparse Attention is refused, and not left to sglang.
+    """
     settings = command.settings
     notes = [f"model facts from {source}", "judged as on a Hopper GPU (9.0)"]
-    if command.partial:
-        notes.append(
-            "sglang was not used to read the command: only the flags that nsa-dcp judges were read"
-            + (f", not {' '.join(command.unread)}" if command.unread else "")
-        )
     stock_checks = "sglang's own checks of its other flags are made when the server starts"
     if not is_served_here(settings, model, HOPPER):
         refusals = find_stock_refusals(settings)
+        if dsa_only and settings.dcp_size > 1:
+            refusals.insert(0, _refuse_other_model(model))
         if refusals:
             return CommandVerdict("sglang", (), tuple(refusals), tuple(notes))
         reason = (
@@ -205,24 +248,28 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str) -> Com
             (),
             (*notes, stock_checks),
         )
-    problems = tuple(find_problems(settings, model, HOPPER) or find_stock_refusals(settings))
+    problems = find_typed_problems(settings, model, HOPPER)
     if problems:
-        return CommandVerdict("nsa-dcp", (), problems, tuple(notes))
-    cp, groups = settings.enable_prefill_cp, settings.tp_size // settings.dcp_size
-    local_heads = model.num_attention_heads // (
-        settings.tp_size // settings.attn_dp_size // settings.context_parallel_size
-    )
-    gathered = model.num_attention_heads if cp else local_heads * settings.dcp_size
+        return CommandVerdict("nsa-dcp", (), tuple(problems), tuple(notes))
+    shape = shape_of_command(settings, model)
     facts = [
-        f"mode: {'CP-DCP' if cp else 'TP-DCP'}, {groups} DCP group(s) of {settings.dcp_size} GPUs",
-        f"heads: {local_heads} per rank, {gathered} gathered, in FlashMLA's {head_bucket(gathered)}-head kernel",
+        f"mode: {shape.mode}, {count_groups(settings)} DCP group(s) of {shape.dcp_size} GPUs",
+        f"heads: {shape.local_heads} per rank, {shape.gathered_heads} gathered, in FlashMLA's {shape.head_bucket}-head "
+        "kernel",
         f"backends: prefill {settings.dsa_prefill_backend or SPARSE_BACKEND}, "
         f"decode {settings.dsa_decode_backend or SPARSE_BACKEND}",
         f"merge: {settings.dcp_comm_backend or 'a2a'}",
         f"KV cache: {settings.kv_cache_dtype}"
         + (", which sglang resolves to bfloat16 on Hopper" if settings.kv_cache_dtype == "auto" else ""),
     ]
-    return CommandVerdict("nsa-dcp", tuple(facts), (), (*notes, stock_checks))
+    held = describe_held_memory(settings, model)
+    if held:
+        facts.append(held)
+    unjudged = command.unjudged
+    if settings.context_length and not 0 < settings.context_length <= model.context_length:
+        # Past the model's own, sglang asks how its positions are scaled.
+        unjudged = ("--context-length", *unjudged)
+    return CommandVerdict("nsa-dcp", tuple(facts), (), (*notes, stock_checks), unjudged)
 
 
 def format_check(check: Check) -> str:
@@ -237,31 +284,45 @@ def format_verdict(verdict: CommandVerdict) -> str:
         lines = [f"this command would be refused, for {len(verdict.problems)} reason(s):"]
         lines += [f"  {number}. {problem}" for number, problem in enumerate(verdict.problems, 1)]
     else:
-        lines = [f"this command would start, served by {verdict.served_by}:"]
+        lines = [_HEADINGS[verdict.outcome].format(", ".join(verdict.unjudged))]
         lines += [f"  {fact}" for fact in verdict.facts]
     return "\n".join([*lines, *(f"  note: {note}" for note in verdict.notes)])
 
 
-def _given_model_facts(config: str | None, preset: str | None) -> tuple[ModelFacts, str] | None:
+def _given_model_facts(
+    config: str | None, preset: str | None, overrides: Mapping[str, object]
+) -> tuple[ModelFacts, str]:
     if preset is not None:
-        return server_command.preset_model_facts(preset), f"preset {preset}"
-    if config is not None:
-        return server_command.read_model_facts(config), config
-    return None
+        return server_command.preset_model_facts(preset, overrides), f"preset {preset}"
+    return server_command.read_model_facts(config, overrides), config
 
 
-def _own_model_facts(command: ServerCommand) -> tuple[ModelFacts, str]:
+def _refuse_other_model(model: ModelFacts) -> Problem:
+    return Problem(
+        f"architecture {model.architecture or 'unknown'} with DCP",
+        "nsa-dcp serves models with DeepSeek Sparse Attention, and this has none",
+        advise(use("--dcp-size 1", said="serve it with --dcp-size 1, or with sglang's own commands")),
+    )
+
+
+def _own_model_facts(command: ServerCommand, preset_if_absent: str | None = None) -> tuple[ModelFacts, str]:
     if command.settings.dcp_size <= 1:
         return ModelFacts(is_dsa=False), f"nothing: --dcp-size is {command.settings.dcp_size}"
     if command.model_path is None:
         raise ValueError(
             "the command must name a model with --model-path, or give doctor --config or --preset, got neither"
         )
+    overrides = server_command.read_overrides(command.model_override_args)
+    if preset_if_absent is not None and not Path(command.model_path).exists():
+        source = f"preset {preset_if_absent}, as {command.model_path} is not on this machine"
+        return server_command.preset_model_facts(preset_if_absent, overrides), source
     try:
-        return server_command.read_model_facts(command.model_path), command.model_path
+        return server_command.read_model_facts(command.model_path, overrides), command.model_path
     except ValueError as error:
         raise ValueError(f"{error}; when the model is not on this machine give doctor --config or --preset") from error
 
 
 def _as_dict(verdict: CommandVerdict | None) -> dict[str, object] | None:
-    return None if verdict is None else {"refused": bool(verdict.problems), **asdict(verdict)}
+    if verdict is None:
+        return None
+    return {"refused": bool(verdict.problems), "outcome": verdict.outcome, **asdict(verdict)}

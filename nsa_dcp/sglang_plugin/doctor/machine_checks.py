@@ -80,7 +80,7 @@ def check_packages() -> list[Check]:
                 )
             )
     sglang = installed_version("sglang")
-    if sglang == SGLANG_VERSION:
+    if sglang is not None and sglang.partition("+")[0] == SGLANG_VERSION:
         checks.append(Check("sglang", OK, sglang))
     else:
         checks.append(Check("sglang", FAILED, sglang or "not installed", f"pip install sglang=={SGLANG_VERSION}"))

@@ -207,6 +207,8 @@ def probe_command(arguments: Sequence[str]) -> dict[str, object]:
     except SystemExit as stop:
         # argparse exits; the steps after this one are still to be answered.
         return {"refused": _first_and_last_error(said.getvalue()) or f"its parser exited with status {stop.code}"}
+    except (ValueError, AssertionError) as error:
+        return {"refused": str(error)}
 
 
 def main(argv: list[str]) -> int:

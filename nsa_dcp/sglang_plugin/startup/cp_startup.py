@@ -9,10 +9,12 @@ from typing import Any
 
 from nsa_dcp.planning.capacity import temporary_buffers
 from nsa_dcp.planning.dimensions import dims_from_config
-from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE, head_bucket
+from nsa_dcp.sglang_plugin.admission.server_shape import shape_of
+from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE
 from nsa_dcp.sglang_plugin.attention.cp_pages import buffer_bytes, buffer_pages
 from nsa_dcp.sglang_plugin.compat import require
 from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_in_decode
+from nsa_dcp.sglang_plugin.startup.served_sizes import count_held_memory
 from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
 from nsa_dcp.sglang_plugin.startup.weight_layout import check_sliced_weights
 
@@ -67,7 +69,13 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any, topk: str
     pool, dcp_size = model_runner.token_to_kv_pool, parallel.attn_dcp_size
     dims = dims_from_config(model_runner.model_config.hf_config.to_dict(), name="served", source="the server")
     kv_cache_dtype = "fp8_e4m3" if pool.dsa_kv_cache_store_fp8 else "bf16"
-    heads, chunk = model_runner.model_config.num_attention_heads, get_schedule().chunked_prefill_size
+    shape = shape_of(
+        num_attention_heads=model_runner.model_config.num_attention_heads,
+        attn_tp_size=parallel.attn_tp_size,
+        dcp_size=dcp_size,
+        cp_strategy=parallel.cp_strategy,
+    )
+    chunk = get_schedule().chunked_prefill_size
     chunk = chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens
     # What every rank works on: a decode step; and with zigzag a whole chunk, if it holds one short request.
     decoded = model_runner.max_running_requests * (get_spec().speculative_num_draft_tokens or 1)
@@ -77,7 +85,7 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any, topk: str
             dims,
             kv_cache_dtype,
             dcp_size,
-            local_heads=heads // dcp_size,
+            local_heads=shape.kept_heads,
             rows=rows,
             context=0,
             pool_rows=attended_rows,
@@ -88,11 +96,8 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any, topk: str
         )
     )
     return startup_line(
-        mode="CP-DCP",
-        cp_strategy=parallel.cp_strategy,
+        **shape.line_fields(),
         group_ranks=parallel.dcp_group.ranks,
-        gathered_heads=heads,
-        head_bucket=head_bucket(heads),
         comm_backend=parallel.dcp_comm_backend,
         pool=pool,
         buffers=dataclasses.replace(
@@ -103,6 +108,7 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any, topk: str
             page_gather=buffer_bytes(pages, dcp_size, pool.kv_buffer[0][0].nbytes),
             dequantised=max(replicated.dequantised, spread.dequantised),
         ),
+        held=count_held_memory(model_runner, parallel),
         topk=topk,
     )
 

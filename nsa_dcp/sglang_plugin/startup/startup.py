@@ -13,12 +13,22 @@ from typing import Any
 from nsa_dcp.planning.capacity import temporary_buffers
 from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.sglang_plugin import resolution
-from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE, SPARSE_BACKEND, head_bucket, is_served_here
+from nsa_dcp.sglang_plugin.admission.pool_limits import find_pool_problems, find_step_problems
+from nsa_dcp.sglang_plugin.admission.server_shape import shape_of
+from nsa_dcp.sglang_plugin.admission.validation import (
+    PAGE_SIZE,
+    SPARSE_BACKEND,
+    describe_problems,
+    head_bucket,
+    is_served_here,
+)
 from nsa_dcp.sglang_plugin.attention.idle_steps import prepare_idle_steps_quietly
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version, require
 from nsa_dcp.sglang_plugin.selection.exact_topk import use_exact_topk
+from nsa_dcp.sglang_plugin.selection.index_key_gather import gather_index_keys_past_2_gib
 from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup.agreement import check_agreement
+from nsa_dcp.sglang_plugin.startup.served_sizes import captured_requests, count_held_memory, read_sizes
 from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
 from nsa_dcp.sglang_plugin.startup.weight_updates import refuse_weight_updates
 
@@ -41,9 +51,6 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     """
     from sglang.srt.runtime_context import get_exec, get_parallel
 
-    if model_runner.is_draft_worker:
-        _leave_draft_weights(model_runner)
-        return _stock_backend(model_runner, stock)
     if get_parallel().attn_dcp_size == 1:
         return _stock_backend(model_runner, stock)
     kernel = get_exec().kernel
@@ -53,6 +60,11 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
             raise RuntimeError(
                 "nsa-dcp could not read this server's arguments: DCP runs on flashmla_kv here, and they say it does not"
             )
+        return _stock_backend(model_runner, stock)
+    if model_runner.is_draft_worker:
+        refuse_weight_updates(model_runner, settings)
+        # Its index keys have the target's slots.
+        gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
         return _stock_backend(model_runner, stock)
     resolution.check_command(settings, model, capability)
     require(
@@ -66,6 +78,8 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     parallel = get_parallel()
     _check_topology(parallel)
     _check_pool(model_runner, parallel.attn_dcp_size)
+    _check_reach(model_runner, parallel)
+    gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
     _check_model(model_runner, parallel.attn_dcp_size)
     if parallel.attn_cp_size == 1:
         _check_tensor_parallel(model_runner, parallel)
@@ -102,35 +116,32 @@ def describe_server(model_runner: Any, parallel: Any, topk: str) -> str:
 
     pool, dcp_size = model_runner.token_to_kv_pool, parallel.attn_dcp_size
     dims = dims_from_config(model_runner.model_config.hf_config.to_dict(), name="served", source="the server")
-    heads = model_runner.model_config.num_attention_heads // parallel.attn_tp_size
+    shape = shape_of(
+        num_attention_heads=model_runner.model_config.num_attention_heads,
+        attn_tp_size=parallel.attn_tp_size,
+        dcp_size=dcp_size,
+        cp_strategy=None,
+    )
     chunk = get_schedule().chunked_prefill_size
     buffers = temporary_buffers(
         dims,
         "fp8_e4m3" if pool.dsa_kv_cache_store_fp8 else "bf16",
         dcp_size,
-        local_heads=heads,
+        local_heads=shape.kept_heads,
         rows=chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens,
         # Nothing is gathered but queries: each rank attends to its own part of the context.
         context=0,
         pool_rows=pool.size + pool.page_size,
     )
     return startup_line(
-        mode="TP-DCP",
+        **shape.line_fields(),
         group_ranks=parallel.dcp_group.ranks,
-        gathered_heads=heads * dcp_size,
-        head_bucket=head_bucket(heads * dcp_size),
         comm_backend=parallel.dcp_comm_backend,
         pool=pool,
         buffers=buffers,
+        held=count_held_memory(model_runner, parallel),
         topk=topk,
     )
-
-
-def _leave_draft_weights(model_runner: Any) -> None:
-    """See to it that an update which the target refuses leaves its draft's weights as they are."""
-    settings, model, capability = resolution.read_command(model_runner.server_args)
-    if is_served_here(settings, model, capability):
-        refuse_weight_updates(model_runner, settings)
 
 
 def _stock_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
@@ -193,6 +204,17 @@ def _check_pool(model_runner: Any, dcp_size: int) -> None:
                 f"index keys for {slots} slots in layer {layer}",
                 pages.shape[0] * PAGE_SIZE,
             )
+
+
+def _check_reach(model_runner: Any, parallel: Any) -> None:
+    """Refuse a pool or a step that a kernel would not reach with 32 bits."""
+    sizes = read_sizes(model_runner, parallel)
+    problems = [
+        *find_pool_problems(sizes.pool_tokens, sizes.dcp_size),
+        *find_step_problems(sizes, captured_requests(model_runner)),
+    ]
+    if problems:
+        raise ValueError(describe_problems(problems, sizes.dcp_size))
 
 
 def _check_model(model_runner: Any, dcp_size: int) -> None:

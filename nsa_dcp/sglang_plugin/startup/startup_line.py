@@ -1,4 +1,5 @@
-"""The line in a scheduler's log that says what nsa-dcp serves: mode, group, kernel, bytes per token, buffer budgets.
+"""The line in a scheduler's log that says what nsa-dcp serves: mode, group, kernel, bytes per token, buffer budgets,
+and what else is held beside the pools.
 
 `nsa-dcp serves {...}`, the braces being JSON. Byte counts are of the pool that was really built, not of a plan.
 """
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nsa_dcp.planning.capacity import TemporaryBuffers
+from nsa_dcp.planning.held_memory import HeldMemory
 
 PREFIX = "nsa-dcp serves "
 
@@ -23,6 +25,7 @@ def startup_line(
     comm_backend: str,
     pool: Any,
     buffers: TemporaryBuffers,
+    held: HeldMemory,
     topk: str,
     cp_strategy: str | None = None,
 ) -> str:
@@ -35,6 +38,7 @@ def startup_line(
         comm_backend: `a2a` or `ag_rs`.
         pool: sglang's DSATokenToKVPool of this rank.
         buffers: budgets, from `capacity.temporary_buffers`.
+        held: what else lies beside the pools.
         topk: what selects: `exact`, or the name of sglang's top-k backend.
         cp_strategy: `interleave` or `zigzag` in CP-DCP.
 
@@ -59,6 +63,7 @@ def startup_line(
             "page_gather": buffers.page_gather,
             "dequantised": buffers.dequantised,
         },
+        "held_bytes": held.as_bytes(),
     }
     return PREFIX + json.dumps(line)
 

@@ -7,6 +7,9 @@ decode the old ones, without an error.
 sglang asks whether weights may be updated at each load, but not at `/begin_weight_update` and `/end_weight_update`,
 which undo and repeat what a quantisation makes of the weights: that is not the same twice (W4AFP8 interleaves its
 scales once more). So on such a server both are done around a load that is accepted, and not otherwise.
+
+Experts in W4AFP8 are refused with or without copies: sglang 0.5.23 rearranges their scales after loading, so a later
+load finds parameters of another shape and stops with part of the weights written.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from nsa_dcp.sglang_plugin.compat import require
 
 logger = logging.getLogger(__name__)
 
+# sglang's method of experts whose parameters no longer have the checkpoint's shapes once they are loaded.
+_REARRANGING = "W4AFp8MoEMethod"
 _METHODS = (
     "begin_weight_update",
     "end_weight_update",
@@ -44,22 +49,36 @@ def refuse_weight_updates(model_runner: Any, settings: ServerSettings) -> None:
     """
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    if not settings.copies_weights:
+    reason = _find_reason(model_runner.model, settings)
+    if reason is None:
         return
-    copied = "gathered copies of the query projection" if settings.dcp_replicate_q_proj else "copied slices of o_proj"
-    flag = "--no-dcp-replicate-q-proj" if settings.dcp_replicate_q_proj else "no --enable-cp-decode-attn-tp"
     for layer in () if model_runner.is_draft_worker else model_runner.model.modules():
         if isinstance(layer, DeepseekV2AttentionMLA):
-            layer._derived_weight_cache_error = (
-                f"nsa-dcp: online weight updates are not supported here: decode reads {copied}, which an update would "
-                f"leave as they are. Restart the server with the new weights, or serve with {flag}."
-            )
+            layer._derived_weight_cache_error = f"nsa-dcp: online weight updates are not supported here: {reason}."
     updater = getattr(model_runner, "weight_updater", None)
     if isinstance(updater, LoadingUpdater):
         return
     for method in _METHODS:
         require(callable(getattr(updater, method, None)), f"a weight updater with {method}", type(updater).__name__)
     model_runner.weight_updater = LoadingUpdater(updater)
+
+
+def _find_reason(model: Any, settings: ServerSettings) -> str | None:
+    """Why the weights of this server cannot be updated, and what to do; None: they can."""
+    if settings.copies_weights:
+        copied, flag = ("copied slices of o_proj", "no --enable-cp-decode-attn-tp")
+        if settings.dcp_replicate_q_proj:
+            copied, flag = ("gathered copies of the query projection", "--no-dcp-replicate-q-proj")
+        return (
+            f"decode reads {copied}, which an update would leave as they are. Restart the server with the new weights, "
+            f"or serve with {flag}"
+        )
+    if any(type(getattr(module, "quant_method", None)).__name__ == _REARRANGING for module in model.modules()):
+        return (
+            "sglang rearranged the scales of W4AFP8 experts when it loaded them, and cannot load others into them. "
+            "Restart the server with the new weights"
+        )
+    return None
 
 
 class LoadingUpdater:
