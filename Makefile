@@ -14,7 +14,7 @@ help:
 	@echo 'make test-cpu      the suite of this package'
 	@echo 'make test-sglang   contract tests against the real sglang $(SGLANG_VERSION); its environment (11 GB) is cached'
 	@echo 'make test-gpu      the tests that need a Hopper GPU, with this Python and its torch'
-	@echo 'make lint          ruff, import contracts'
+	@echo 'make lint          ruff, mypy, import contracts'
 	@echo 'make bench         kernel benchmarks on this GPU'
 
 # A torch that the chosen Python has is used as it is; otherwise a CPU build is installed, if one can be had.
@@ -48,6 +48,7 @@ test-sglang: $(SGLANG_VENV)/.installed
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	PYTHONPATH=.:kernels $(BIN)/lint-imports
 
 test-gpu:
