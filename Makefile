@@ -11,10 +11,10 @@ SGLANG_VENV ?= $(HOME)/.cache/nsa-dcp/venv-sglang-$(SGLANG_VERSION)
 help:
 	@echo 'make demo          tiny DSA models under every split, against the unmodified model (CPU, a few minutes)'
 	@echo 'make test          everything that needs no GPU: test-cpu, then test-sglang, whatever the first says'
-	@echo 'make test-cpu      the suite of this package'
+	@echo 'make test-cpu      the suite of this package, and its coverage'
 	@echo 'make test-sglang   contract tests against the real sglang $(SGLANG_VERSION); its environment (11 GB) is cached'
 	@echo 'make test-gpu      the tests that need a Hopper GPU, with this Python and its torch'
-	@echo 'make lint          ruff, import contracts'
+	@echo 'make lint          ruff, mypy, import contracts'
 	@echo 'make bench         kernel benchmarks on this GPU'
 
 # A torch that the chosen Python has is used as it is; otherwise a CPU build is installed, if one can be had.
@@ -34,7 +34,11 @@ test:
 
 # Ranks are processes, so each test file's torch gets one thread.
 test-cpu: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/sglang
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/sglang --cov --cov-report=
+	@# What a rank that a test killed was writing cannot be read.
+	@rm -f .coverage.*
+	@echo 'coverage: the total, and files below 80%; what needs the real sglang is run by test-sglang and is low here'
+	@$(BIN)/coverage report --sort=cover | awk '$$NF + 0 < 80 || /^TOTAL/'
 
 # The real sglang brings its own torch and some 11 GB: one environment for all checkouts of this version.
 $(SGLANG_VENV)/.installed:
@@ -48,6 +52,7 @@ test-sglang: $(SGLANG_VENV)/.installed
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	PYTHONPATH=.:kernels $(BIN)/lint-imports
 
 test-gpu:

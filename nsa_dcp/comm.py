@@ -83,7 +83,7 @@ def all_gather(local: torch.Tensor, group: Group) -> torch.Tensor:
     """
     if size_of(group) == 1:
         return local.unsqueeze(0)
-    gathered = local.new_empty(group.size(), *local.shape)
+    gathered = local.new_empty(size_of(group), *local.shape)
     # Flat, as gloo takes no tensor without dimensions.
     _all_gather_single(gathered.flatten(), local.contiguous().flatten(), group=group)
     return gathered
@@ -140,12 +140,12 @@ def merge_heads(out: torch.Tensor, lse: torch.Tensor, group: Group, comm_backend
     if size_of(group) == 1:
         return out.masked_fill(~torch.isfinite(lse).unsqueeze(-1), 0.0)
     if not out.shape[0]:
-        return out[:, : out.shape[1] // group.size()]
+        return out[:, : out.shape[1] // size_of(group)]
     return _merge_a2a(out, lse, group) if comm_backend == "a2a" else _merge_ag_rs(out, lse, group)
 
 
 def _merge_a2a(out: torch.Tensor, lse: torch.Tensor, group: Group) -> torch.Tensor:
-    sent = pack_partials(out, lse, group.size())
+    sent = pack_partials(out, lse, size_of(group))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), group=group)
     return merge_packed(received, out.dtype)[0]
@@ -159,7 +159,7 @@ def _merge_ag_rs(out: torch.Tensor, lse: torch.Tensor, group: Group) -> torch.Te
     weight = torch.exp(lse - total).masked_fill(empty, 0.0).unsqueeze(-1)
     scaled = out.to(accumulator(out.dtype)).masked_fill(empty.unsqueeze(-1), 0.0) * weight
     num_tokens, _, dim = out.shape
-    chunks = scaled.view(num_tokens, group.size(), -1, dim).transpose(0, 1).contiguous()
+    chunks = scaled.view(num_tokens, size_of(group), -1, dim).transpose(0, 1).contiguous()
     merged = torch.empty_like(chunks[0])
     _reduce_scatter_single(merged, chunks.flatten(0, 1), group=group)
     return merged.to(out.dtype)

@@ -11,7 +11,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,8 +30,8 @@ def run_ranks(
     args: tuple = (),
     device_type: str = "cpu",
     timeout_s: float = 600.0,
-    on_message: Callable[[object], None] | None = None,
-) -> list[object]:
+    on_message: Callable[[Any], None] | None = None,
+) -> list[Any]:
     """Run `function(rank, send, *args)` on every rank of a fresh world.
 
     Args:
@@ -51,8 +53,11 @@ def run_ranks(
         _check_gpus(world_size)
     # Ranks are forked from a process that has imported the heavy packages once, and no thread of this one is copied.
     # With GPUs they start afresh: importing a model's code may touch CUDA, which does not survive a fork.
-    context = multiprocessing.get_context("spawn" if device_type == "cuda" else "forkserver")
-    if device_type == "cpu":
+    context: SpawnContext | ForkServerContext
+    if device_type == "cuda":
+        context = multiprocessing.get_context("spawn")
+    else:
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "nsa_dcp.comm", "nsa_dcp.hf.engine", "nsa_dcp.hf.preload"])
     with tempfile.TemporaryDirectory(prefix="nsa-dcp-") as meeting_place:
         init_method = f"file://{Path(meeting_place) / 'ranks'}"
@@ -92,10 +97,8 @@ def _check_gpus(world_size: int) -> None:
         )
 
 
-def _collect(
-    processes: list, pipes: dict[Connection, int], on_message: Callable[[object], None] | None
-) -> list[object]:
-    results: dict[int, object] = {}
+def _collect(processes: list, pipes: dict[Connection, int], on_message: Callable[[Any], None] | None) -> list[Any]:
+    results: dict[int, Any] = {}
     failures: list[tuple[int, float, Exception]] = []
     reported: set[int] = set()
 
@@ -132,7 +135,7 @@ def _collect(
     return [results[rank] for rank in range(len(processes))]
 
 
-def _receive(pipe: Connection) -> Iterator[tuple[str, float, object]]:
+def _receive(pipe: Connection) -> Iterator[tuple[str, float, Any]]:
     """Yield what a rank has sent so far: (kind, when, content), and "ended" once it can send no more."""
     while pipe.poll():
         try:

@@ -7,6 +7,7 @@ were gathered into one contiguous run per request.
 """
 
 import functools
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ _RAGGED_KEY_BYTES = 1 << 30
 
 
 @functools.cache
-def load_deep_gemm():
+def load_deep_gemm() -> Any:
     """Import DeepGEMM.
 
     Raises:

@@ -9,6 +9,7 @@ FlashMLA takes 64 or 128 heads: fewer are padded here. It marks an empty row by 
 
 import functools
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ _PLANNED_ROWS = 32
 
 
 @functools.cache
-def load_flash_mla():
+def load_flash_mla() -> Any:
     """Import FlashMLA.
 
     Raises:
@@ -242,7 +243,7 @@ def launch_packed(
     return out.squeeze(1), lse.squeeze(2)
 
 
-def hold_schedule(plan: SparsePlan | None) -> object:
+def hold_schedule(plan: SparsePlan | None) -> Any:
     """FlashMLA's schedule holder with a plan's schedule, or without one."""
     meta, _ = load_flash_mla().get_mla_metadata()
     if plan is not None:

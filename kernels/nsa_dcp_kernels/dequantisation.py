@@ -11,7 +11,7 @@ from nsa_dcp_kernels.kv_format import LATENT_DIM
 _FEWEST_TOKENS = 265
 # ... cache rows for each of them, up to which attending to bf16 saves more than dequantising costs: planned launches
 # over whole selections lose the most, and the more ranks share a selection the less there is to save ...
-_ROWS_PER_TOKEN = {1: 512, 2: 256}
+_ROWS_PER_TOKEN: dict[int | None, int] = {1: 512, 2: 256}
 _FEWEST_ROWS_PER_TOKEN = 128
 # ... and the most memory that it may take.
 _MOST_BYTES = 1 << 30

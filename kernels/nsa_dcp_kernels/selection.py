@@ -48,8 +48,8 @@ def localize_selection(
         NotImplementedError, RuntimeError: with `planned_heads` on a GPU, as `attend_sparse`.
     """
     num_tokens, width = topk_slots.shape if topk_slots.dim() == 2 else (0, 0)
-    later = planned_heads is None or not topk_slots.is_cuda or not num_tokens or not width or width % BLOCK
-    if not later:
+    later = True
+    if planned_heads is not None and topk_slots.is_cuda and num_tokens and width and not width % BLOCK:
         from nsa_dcp_kernels._flash_mla import count_sms, pad_heads, planning_pays
 
         heads = pad_heads(planned_heads)

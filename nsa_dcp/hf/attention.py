@@ -7,6 +7,7 @@ with w_kc and w_vc the key and value halves of `kv_b_proj`. The projections, nor
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,7 @@ class DcpAttention(nn.Module):
 
     def __init__(
         self,
-        original: nn.Module,
+        original: Any,
         layer: int,
         ranks: Ranks,
         latents: LatentCache,
@@ -117,7 +118,7 @@ class DcpAttention(nn.Module):
             q = q.to(torch.bfloat16)  # FlashMLA's queries
         if step.cp:
             gathered = gather_rows(self.latents.layers[self.layer], step.cp.pages, self.ranks.dcp_group)
-            out, _ = attend_selection(q, gathered, selection, self.sm_scale, raw_lse=True)
+            out = attend_selection(q, gathered, selection, self.sm_scale, raw_lse=True)[0]
         else:
             out = attend_sharded(
                 q,
@@ -197,7 +198,9 @@ class DcpAttention(nn.Module):
         )
 
     @staticmethod
-    def _rotated(rotate: Callable, x: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]):
+    def _rotated(
+        rotate: Callable, x: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         """Apply the model's RoPE to [T, H, 64]; its function rotates a query and a key together, so x goes twice."""
         cos, sin = position_embeddings
         return rotate(x.unsqueeze(0), x.unsqueeze(0), cos, sin, unsqueeze_dim=2)[0].squeeze(0)

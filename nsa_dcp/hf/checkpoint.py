@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -135,7 +136,7 @@ def _loaded_dtype(dtype: str) -> torch.dtype:
     return torch.float32 if dtype == "float64" else COMPUTE_DTYPES[dtype]
 
 
-def load_tokenizer(directory: Path) -> object:
+def load_tokenizer(directory: Path) -> Any:
     """Load a checkpoint's tokenizer.
 
     Raises:

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
 
 from nsa_dcp import comm
 from nsa_dcp.cache import STORAGE_DTYPES, IndexKeyCache, LatentCache, PageAllocator
@@ -42,7 +42,7 @@ class Request:
         return torch.tensor(self.output_ids[-1:])
 
 
-def model_shape(model: nn.Module) -> ModelShape:
+def model_shape(model: Any) -> ModelShape:
     """Read the dimensions that matter from a transformers model, its own attention in place.
 
     Raises:
@@ -71,7 +71,7 @@ def model_shape(model: nn.Module) -> ModelShape:
 class Engine:
     """A model under DCP, as one rank runs it. Every rank makes the same calls in the same order."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, cache_config: CacheConfig) -> None:
+    def __init__(self, model: Any, ranks: Ranks, cache_config: CacheConfig) -> None:
         """Take a loaded model over: its attention modules are replaced, its caches allocated.
 
         Args:

@@ -1,12 +1,15 @@
 """`nsa-dcp generate`: greedy generation under DCP from one command, checked against the unmodified model if asked."""
 
 import argparse
+import functools
 import importlib.util
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
 from nsa_dcp.config import COMM_BACKENDS, KV_CACHE_DTYPES, MODES, SELECTIONS, CacheConfig, DcpConfig
@@ -174,7 +177,7 @@ def _write(path: Path, text: str) -> None:
         raise RuntimeError(f"--json needs a file that can be written, found {path}: {error.strerror}") from error
 
 
-def generate_on_rank(rank: int, send, job: GenerateJob) -> dict:
+def generate_on_rank(rank: int, send: Callable[[object], None], job: GenerateJob) -> dict:
     """Load the model, generate, measure the caches. Runs in a rank's process."""
     import torch
 
@@ -236,7 +239,7 @@ def check_job(job: GenerateJob, outputs: list[list[int]], not_finite: dict[int, 
             job.max_new_tokens,
             job.eos_ids,
             kv_cache_dtype=job.cache.kv_cache_dtype,
-            on_logits=lambda logits, finite=finite: finite.append(bool(logits.isfinite().all())),
+            on_logits=functools.partial(_note_finite, finite),
         )
         if not all(finite):
             theirs = _describe_not_finite({number: finite.index(False)})
@@ -265,6 +268,10 @@ def first_difference(output: list[int], expected: list[int]) -> str | None:
     if len(output) != len(expected):
         return f"{len(output)} tokens generated, {len(expected)} by the unmodified model"
     return None
+
+
+def _note_finite(finite: list[bool], logits: Any) -> None:
+    finite.append(bool(logits.isfinite().all()))
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:
@@ -304,14 +311,16 @@ def tokenize_prompts(prompts: list[str | list[int]], directory: Path, vocab_size
         from nsa_dcp.hf.checkpoint import load_tokenizer
 
         tokenizer = load_tokenizer(directory)
-        prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    for number, prompt in enumerate(prompts):
+        tokenized = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    else:
+        tokenized = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    for number, prompt in enumerate(tokenized):
         if not prompt:
             raise ValueError(f"prompts must each have a token, got none in number {number}")
         if not all(0 <= token < vocab_size for token in prompt):
             outside = next(token for token in prompt if not 0 <= token < vocab_size)
             raise ValueError(f"prompts must hold token ids in [0, {vocab_size}), got {outside} in number {number}")
-    return prompts
+    return tokenized
 
 
 def check_lengths(prompts: list[list[int]], max_new_tokens: int, context_length: int | None) -> None:

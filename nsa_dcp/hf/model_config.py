@@ -5,6 +5,7 @@ A config that transformers cannot build a model from, or whose model cannot run 
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ _MOST_SELECTED = 65_536
 _TRIED_TOKENS = 13
 
 
-def read_model_config(fields: dict[str, object], directory: Path) -> object:
+def read_model_config(fields: dict[str, object], directory: Path) -> Any:
     """Read a checkpoint's config.
 
     Args:
@@ -63,7 +64,7 @@ def read_model_config(fields: dict[str, object], directory: Path) -> object:
     return config
 
 
-def build_unloaded_model(config: object, directory: Path) -> nn.Module:
+def build_unloaded_model(config: Any, directory: Path) -> nn.Module:
     """Build a config's model on device meta, and run a step of it there.
 
     Args:
@@ -90,7 +91,7 @@ def build_unloaded_model(config: object, directory: Path) -> nn.Module:
 
 
 @torch.inference_mode()
-def _try_step(model: nn.Module) -> None:
+def _try_step(model: Any) -> None:
     from transformers import DynamicCache
 
     ids = torch.zeros(1, _TRIED_TOKENS, dtype=torch.int64)
@@ -102,7 +103,7 @@ def _try_step(model: nn.Module) -> None:
         raise ValueError(f"logits of {logits.shape[-1]} tokens")
 
 
-def _rope_depends_on_length(config: object) -> bool:
+def _rope_depends_on_length(config: Any) -> bool:
     """Ask transformers for the frequencies of a short and of a long sequence."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

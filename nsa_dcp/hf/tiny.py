@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 _COMMON = {
     "vocab_size": 1024,
@@ -88,7 +89,7 @@ def write_tiny_checkpoint(name: str, seed: int, cache_dir: Path | None = None, *
     directory = (cache_dir or default_cache_dir()) / f"{name}-seed{seed}{label}"
     if (directory / "model.safetensors").exists():
         return directory
-    fields = {**_COMMON, **_MODELS[name], **overrides}
+    fields: dict[str, Any] = {**_COMMON, **_MODELS[name], **overrides}
     architecture = getattr(transformers, fields["architectures"][0])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -111,7 +112,7 @@ def write_tiny_checkpoint(name: str, seed: int, cache_dir: Path | None = None, *
     return directory
 
 
-def _tokenizer(fields: dict) -> object:
+def _tokenizer(fields: dict) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     with importlib.resources.as_file(importlib.resources.files("nsa_dcp.hf") / "tiny_tokenizer.json") as path:

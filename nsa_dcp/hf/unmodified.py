@@ -6,17 +6,21 @@ expanded, so a cache that stores them rounded is all it takes. The FP8 arithmeti
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+
+_Cache: Any = object  # what stands behind it is DynamicCache, known once transformers is imported
 
 
-class _RoundingCache:
+class _RoundingCache(_Cache):
     """Mixed into transformers' DynamicCache: what it stores, it stores rounded."""
 
     kv_cache_dtype: str
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         # transformers passes the normalised latent as the key and the rotated shared key as the value.
         if self.kv_cache_dtype == "fp8_e4m3":
             key_states = _round_fp8(key_states, group=128)
@@ -45,7 +49,7 @@ def _round_fp8(x: torch.Tensor, group: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def generate_unmodified(
-    model: nn.Module,
+    model: Any,
     prompt_ids: list[int],
     max_new_tokens: int,
     eos_ids: frozenset[int] = frozenset(),

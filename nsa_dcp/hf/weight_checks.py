@@ -6,6 +6,8 @@ ties and what it ignores is transformers' own knowledge: the names come from a m
 """
 
 import re
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ _QUANTISED_NAMES = re.compile(r"scale|qweight|qzeros|g_idx|packed|zero_point|abs
 _ADVICE = "use a bf16 release of the model, or write one with its weights dequantised; servers take quantised ones"
 
 
-def check_not_quantised(config: dict[str, object], directory: object) -> None:
+def check_not_quantised(config: dict[str, object], directory: Path) -> None:
     """Refuse a checkpoint that says that its weights are quantised.
 
     Args:
@@ -39,7 +41,7 @@ def check_not_quantised(config: dict[str, object], directory: object) -> None:
             raise ValueError(_describe_quantised(f"{path.name} {_name_method(declared)}", directory))
 
 
-def check_names_and_shapes(model: nn.Module, tensors: dict[str, StoredTensor], directory: object) -> list[str]:
+def check_names_and_shapes(model: nn.Module, tensors: dict[str, StoredTensor], directory: Path) -> list[str]:
     """Compare what a checkpoint holds with what its model expects.
 
     Args:
@@ -125,7 +127,7 @@ def _expected_shapes(model: nn.Module, tensors: dict[str, StoredTensor]) -> dict
     return expected | {name: tuple(part.shape) for name, part in revert_weight_conversion(model, apart).items()}
 
 
-def _adjust(model: nn.Module, missing: set[str], unexpected: set[str]) -> tuple[list[str], set[str]]:
+def _adjust(model: Any, missing: set[str], unexpected: set[str]) -> tuple[list[str], set[str]]:
     """Take out what the model ties to a tensor that is there, and what transformers knows to ignore."""
     from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -160,5 +162,5 @@ def _name_method(declared: object) -> str:
     return " ".join(printable(name) if isinstance(name, str) else shown(name) for name in names) or "without a method"
 
 
-def _describe_quantised(found: str, directory: object) -> str:
+def _describe_quantised(found: str, directory: Path) -> str:
     return f"checkpoint must hold weights that are not quantised, got {found} ({directory}): {_ADVICE}"

@@ -375,9 +375,15 @@ def _pool_rows(budget: int, cost: TokenBytes, dcp_size: int, page_size: int) -> 
     return budget // row_bytes // page_size * page_size
 
 
-def _costliest(stages: list[ModelDims], *args: object, **kwargs: int) -> TokenBytes:
+def _costliest(
+    stages: list[ModelDims], kv_cache_dtype: str, dcp_size: int, *, index_shards: int = 1, draft_layers: int
+) -> TokenBytes:
     """`bytes_per_token` of the stage that costs its GPUs most."""
-    return max((bytes_per_token(stage, *args, **kwargs) for stage in stages), key=lambda cost: cost.total)
+    costs = (
+        bytes_per_token(stage, kv_cache_dtype, dcp_size, index_shards=index_shards, draft_layers=draft_layers)
+        for stage in stages
+    )
+    return max(costs, key=lambda cost: cost.total)
 
 
 def _refusal(gathered_heads: int) -> str:

@@ -167,6 +167,7 @@ def format_plan(result: capacity.Plan) -> str:
 
 def _describe_held(result: capacity.Plan) -> list[str]:
     """What is held beside the pools: one line a row, in MiB."""
+    columns: tuple[str, ...]
     columns = ("request table", "graph tables", "speculation", "eager decode", "joined q", "selections", "index keys")
     columns += ("draft prefill", "at most")
     heading = "KV dtype  dcp  requests" + "".join(f"  {name}" for name in columns)

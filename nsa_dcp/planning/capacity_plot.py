@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nsa_dcp.planning.capacity import Plan
 
@@ -47,7 +48,7 @@ def plot_capacity(result: Plan, path: Path) -> None:
     figure.savefig(path)
 
 
-def plot_crossover(report: Mapping[str, object], path: Path) -> None:
+def plot_crossover(report: Mapping[str, Any], path: Path) -> None:
     """Crossover batch over context, and predicted step ratio to TP over batch; errors as `plot_capacity`."""
     figure, (crossover, ratio) = _figure(path)
     names = {"tp": "TP", "tp_dcp": "TP-DCP", "cp_dcp": "CP-DCP"}
@@ -94,7 +95,7 @@ def plot_crossover(report: Mapping[str, object], path: Path) -> None:
     figure.savefig(path)
 
 
-def _figure(path: Path):
+def _figure(path: Path) -> tuple[Any, Any]:
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"plot must end in {' or '.join(_SUFFIXES)}, got {str(path)!r}")
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 # Beyond what a float counts one by one nothing here is a size, and sums and products stay finite.
 LARGEST_INTEGER = 2**53 - 1
@@ -100,7 +101,7 @@ def language_fields(config: Mapping[str, object], field: str, source: str) -> Ma
     return nested
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

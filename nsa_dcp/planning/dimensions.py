@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nsa_dcp.planning.config_fields import (
     MOST_LAYERS,
@@ -203,10 +204,11 @@ def dims_from_config(
         dsa = "" if config.get("index_topk") is not None else "; without index_topk it is not a DSA model"
         raise ValueError(f"config must have {', '.join(missing)}, got a config without ({source}){dsa}")
     values = {field: positive_integer(config, field, source) for field in _REQUIRED}
+    counts: dict[str, Any] = {}  # each an integer or None
     for field in _STEP_FIELDS:
-        values[field] = None if config.get(field) is None else positive_integer(config, field, source)
+        counts[field] = None if config.get(field) is None else positive_integer(config, field, source)
     for field in ("n_shared_experts", "first_k_dense_replace"):
-        values[field] = None if config.get(field) is None else natural_integer(config, field, source)
+        counts[field] = None if config.get(field) is None else natural_integer(config, field, source)
     if values.pop("index_head_dim") != INDEX_HEAD_DIM:
         raise NotImplementedError(f"index_head_dim must be {INDEX_HEAD_DIM}, got {config['index_head_dim']} ({source})")
     if values["kv_lora_rank"] % QUANT_TILE:
@@ -228,6 +230,7 @@ def dims_from_config(
         expert_bytes=expert_bytes,
         dense_bytes=dense_bytes,
         **values,
+        **counts,
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 INT32_MAX = 2**31 - 1
 # The step of --chunked-prefill-size, and rows of a page of one rank.
@@ -132,7 +133,12 @@ class Limit:
         Args:
             sizes: all the other sizes; the value of the bounding one does not count.
         """
-        return _largest(lambda value: self.holds(replace(sizes, **{self.size: value})))
+
+        def holds_at(value: int) -> bool:
+            bounding: dict[str, Any] = {self.size: value}
+            return self.holds(replace(sizes, **bounding))
+
+        return _largest(holds_at)
 
 
 def _draft_rows(sizes: Sizes) -> int:
@@ -333,7 +339,10 @@ def most_requests(sizes: Sizes) -> tuple[int, Limit] | None:
 
 def largest_pool(dcp_size: int) -> tuple[int, Limit]:
     """The most tokens that a pool of `dcp_size` ranks may hold, whole pages of each, and what ends there."""
-    most, limit = tightest(limits_of("pool_tokens", Answer.REFUSED), Sizes(dcp_size=dcp_size))
+    bound = tightest(limits_of("pool_tokens", Answer.REFUSED), Sizes(dcp_size=dcp_size))
+    if bound is None:
+        raise AssertionError("a pool's slots are numbered in 32 bits, so something bounds them")
+    most, limit = bound
     step = PAGE_ROWS * dcp_size
     return most // step * step, limit
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nsa_dcp.planning.dimensions import ModelDims
 
@@ -285,7 +286,7 @@ def interpolate(table: Mapping[float, float], key: float, *, extend: bool = Fals
     return table[high] + (table[high] - table[low]) * (key - high) / (high - low)
 
 
-def _number(text: object, name: str, zero_allowed: bool) -> float:
+def _number(text: Any, name: str, zero_allowed: bool) -> float:
     least = "0 or more" if zero_allowed else "more than 0"
     try:
         value = float(text)

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import ModelDims
 from nsa_dcp.planning.step_inputs import StepInput, interpolate, measured_inputs, override_inputs
+from nsa_dcp.planning.weight_reads import WeightSizes, count_weight_bytes, weight_sizes
 
 __all__ = [
     "COMM_BACKENDS",
@@ -73,6 +75,14 @@ class DecodeSetup:
         return self.comm_backend == "a2a" if self.replicate_q_proj is None else self.replicate_q_proj
 
 
+@dataclass(frozen=True)
+class _Values:
+    """What the inputs say: numbers, and tables by ascending key."""
+
+    numbers: Mapping[str, float]
+    tables: Mapping[str, Mapping[float, float]]
+
+
 def predict_step(
     model: ModelDims,
     setup: DecodeSetup,
@@ -93,7 +103,11 @@ def predict_step(
         NotImplementedError: the head counts are outside what was measured.
     """
     _check(model, setup, mode, batch, context)
-    values = {name: entry.value for name, entry in inputs.items()}
+    values = _Values(
+        {name: entry.value for name, entry in inputs.items() if not isinstance(entry.value, dict)},
+        {name: entry.value for name, entry in inputs.items() if isinstance(entry.value, dict)},
+    )
+    sizes = weight_sizes(model)
     n = 1 if mode == "tp" else setup.dcp_size
     layers, selections = model.num_hidden_layers, len(model.indexer_layers)
     local_heads = model.num_attention_heads // setup.tp_size
@@ -102,47 +116,49 @@ def predict_step(
     dcp = mode != "tp" and n > 1
 
     terms = dict.fromkeys(_TERMS, 0.0)
-    terms["pad_heads"] = layers * _pad_heads(values["pad_heads_dcp" if dcp else "pad_heads"], heads, batch)
+    terms["pad_heads"] = layers * _pad_heads(values.tables["pad_heads_dcp" if dcp else "pad_heads"], heads, batch)
     if dcp:
         valid = min(context, model.index_topk) / n
         terms["attention"] = layers * _attend_planned(values, heads, batch, valid)
-        terms["localize"] = selections * interpolate(values["localize"], batch)
-        terms["combine"] = layers * interpolate(values["combine"], batch * heads, extend=True)
+        terms["localize"] = selections * interpolate(values.tables["localize"], batch)
+        terms["combine"] = layers * interpolate(values.tables["combine"], batch * heads, extend=True)
         replicated = mode == "tp_dcp" and setup.replicates_q_proj
         if sliced and not replicated:
             query_bytes = batch * local_heads * model.latent_dim * 2
             terms["gather_q"] = layers * _gather(values, n, query_bytes)
-            terms["arrange_heads"] = layers * interpolate(values["arrange_heads"], n * query_bytes, extend=True)
+            terms["arrange_heads"] = layers * interpolate(values.tables["arrange_heads"], n * query_bytes, extend=True)
         terms["exchange"] = layers * _exchange(values, setup.comm_backend, n, batch * heads, model.kv_lora_rank)
         if not sliced:  # every rank needs all heads again
             terms["exchange"] += layers * _gather(values, n, batch * heads // n * model.kv_lora_rank * 2)
     else:
         # The stock schedule walks all 2,048 indices however many are valid.
-        terms["attention"] = layers * interpolate(values["attend_stock_64"], batch)
+        terms["attention"] = layers * interpolate(values.tables["attend_stock_64"], batch)
     row_split, sharing = dcp and setup.row_split_selection, n
     if dcp and setup.row_split_selection is None:
         captured_rows, sharing = -(-batch // _CAPTURED_MULTIPLE) * _CAPTURED_MULTIPLE, setup.tp_size
         row_split = captured_rows >= _SPLIT_ROWS and captured_rows % sharing == 0
     rows = -(-batch // sharing) if row_split else batch
-    selection = _select(values, rows, context) + values["slots_us"]
+    selection = _select(values, rows, context) + values.numbers["slots_us"]
     if row_split:
-        selection += values["row_split_us"]
+        selection += values.numbers["row_split_us"]
         terms["gather_selection"] = selections * _gather(values, sharing, rows * model.index_topk * 4)
     terms["selection"] = selections * selection
-    if rows > values["rows_scored_at_once"]:
+    if rows > values.numbers["rows_scored_at_once"]:
         # Read and written once more.
-        joined_bytes = 2 * rows * values["context_length"] * _SCORE_BYTES
-        terms["join_scores"] = selections * joined_bytes / values["memory_bandwidth_gbs"] / 1e3
-    terms["cache_writes"] = (layers + selections) * values["cache_write_us"]
+        joined_bytes = 2 * rows * values.numbers["context_length"] * _SCORE_BYTES
+        terms["join_scores"] = selections * joined_bytes / values.numbers["memory_bandwidth_gbs"] / 1e3
+    terms["cache_writes"] = (layers + selections) * values.numbers["cache_write_us"]
     if dcp:
-        terms["page_table"] = interpolate(values["fill_page_table"], batch * context, extend=True)
+        terms["page_table"] = interpolate(values.tables["fill_page_table"], batch * context, extend=True)
     else:
-        terms["page_table"] = batch * values["context_length"] / 128 * values["page_program_ns"] / 1e3
-    terms["weights"] = _weight_bytes(model, setup, values, mode, batch) / values["memory_bandwidth_gbs"] / 1e3
-    terms["all_reduce"] = (
-        layers * (2 if sliced else 1) * _all_reduce(values, setup.tp_size, batch * model.hidden_size * 2)
+        terms["page_table"] = batch * values.numbers["context_length"] / 128 * values.numbers["page_program_ns"] / 1e3
+    terms["weights"] = (
+        _weight_bytes(model, sizes, setup, values, mode, batch) / values.numbers["memory_bandwidth_gbs"] / 1e3
     )
-    terms["other"] = layers * values["other_us_per_layer"]
+    terms["all_reduce"] = (
+        layers * (2 if sliced else 1) * _all_reduce(values, setup.tp_size, batch * sizes.hidden_size * 2)
+    )
+    terms["other"] = layers * values.numbers["other_us_per_layer"]
     return {**terms, "total": sum(terms.values())}
 
 
@@ -154,7 +170,7 @@ def predict_report(
     contexts: Sequence[int],
     gpu_memory_gib: float | None = None,
     kv_cache_dtype: str = "fp8_e4m3",
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Predictions for a grid of loads, the crossover batch of each context, and what the pools allow.
 
     Args:
@@ -180,8 +196,8 @@ def predict_report(
             best = {}
             for mode in modes:
                 batch = min(MAX_BATCH, tokens[mode] // context)
-                step = predict_step(model, setup, inputs, mode, batch, context)["total"] if batch else None
-                best[mode] = {"batch": batch, "tokens_per_second": batch / step * 1e6 if batch else 0.0}
+                rate = batch / predict_step(model, setup, inputs, mode, batch, context)["total"] * 1e6 if batch else 0.0
+                best[mode] = {"batch": batch, "tokens_per_second": rate}
             capacity.append({"context": context, **best})
     return {
         "kind": "predicted",
@@ -197,7 +213,7 @@ def predict_report(
     }
 
 
-def format_report(report: Mapping[str, object], *, show_inputs: bool = False) -> str:
+def format_report(report: Mapping[str, Any], *, show_inputs: bool = False) -> str:
     """The report as text."""
     modes, names = report["modes"], {"tp": "TP", "tp_dcp": "TP-DCP", "cp_dcp": "CP-DCP"}
     setup, switch = report["setup"], {True: "on", False: "off", None: f"from {_SPLIT_ROWS} rows"}
@@ -236,7 +252,9 @@ def format_report(report: Mapping[str, object], *, show_inputs: bool = False) ->
     return "\n".join(lines)
 
 
-def _crossover(model, setup, inputs, modes, context) -> dict[str, int | None]:
+def _crossover(
+    model: ModelDims, setup: DecodeSetup, inputs: Mapping[str, StepInput], modes: Sequence[str], context: int
+) -> dict[str, int | None]:
     found: dict[str, int | None] = dict.fromkeys(modes[1:])
     for batch in range(1, MAX_BATCH + 1):
         if all(found.values()):
@@ -260,20 +278,20 @@ def _pool_tokens(model: ModelDims, setup: DecodeSetup, gpu_memory_gib: float, kv
     return {"tp": rows[0].tokens_per_node, "tp_dcp": rows[-1].tokens_per_node, "cp_dcp": rows[-1].tokens_per_node}
 
 
-def _attend_planned(values, heads: int, batch: int, valid: float) -> float:
+def _attend_planned(values: _Values, heads: int, batch: int, valid: float) -> float:
     """Attention over `valid` indices a row on average, between what was measured; over fewer, as over 256."""
     padded, launches = _padded(heads), 1
     if padded == 128:
         launches = -(-batch // _ROWS_PER_LAUNCH_128)
     prefix = f"attend_{padded}_valid_"
-    times = {int(name.removeprefix(prefix)): table for name, table in values.items() if name.startswith(prefix)}
+    times = {int(name.removeprefix(prefix)): table for name, table in values.tables.items() if name.startswith(prefix)}
     # With 64 heads and everything valid the plan walks what FlashMLA's own schedule does.
-    times.setdefault(2048, values["attend_stock_64"])
-    by_valid = {width: interpolate(times[width], batch / launches) for width in sorted(times)}
+    times.setdefault(2048, values.tables["attend_stock_64"])
+    by_valid: dict[float, float] = {width: interpolate(times[width], batch / launches) for width in sorted(times)}
     return launches * interpolate(by_valid, valid)
 
 
-def _pad_heads(table, heads: int, batch: int) -> float:
+def _pad_heads(table: Mapping[float, float], heads: int, batch: int) -> float:
     """Padding queries to the heads that the kernel has."""
     padded = _padded(heads)
     return 0.0 if heads == padded else interpolate(table, batch * padded // 64, extend=True)
@@ -283,63 +301,56 @@ def _padded(heads: int) -> int:
     return 64 if heads <= 64 else 128
 
 
-def _select(values, rows: int, context: int) -> float:
+def _select(values: _Values, rows: int, context: int) -> float:
     """Scoring and selecting: the rounds of a long context take their time for one row too."""
-    scores = interpolate(values["index_scores"], rows * context, extend=True)
-    by_context = interpolate(values["select_context"], context, extend=True)
-    return scores + max(by_context, interpolate(values["select_entries"], rows * context, extend=True))
+    scores = interpolate(values.tables["index_scores"], rows * context, extend=True)
+    by_context = interpolate(values.tables["select_context"], context, extend=True)
+    return scores + max(by_context, interpolate(values.tables["select_entries"], rows * context, extend=True))
 
 
-def _exchange(values, backend: str, n: int, row_heads: int, value_dim: int) -> float:
+def _exchange(values: _Values, backend: str, n: int, row_heads: int, value_dim: int) -> float:
     if backend == "a2a":
         return _link(values, "all_to_all", row_heads * (value_dim * 2 + 4) * (n - 1) / n, received_share=0.5)
     gathered = _gather(values, n, row_heads * 4)
     return gathered + _link(values, "reduce_scatter", row_heads * value_dim * 4 * (n - 1) / n, received_share=0.5)
 
 
-def _all_reduce(values, n: int, size: int) -> float:
+def _all_reduce(values: _Values, n: int, size: int) -> float:
     if n == 1:
         return 0.0
     return _link(values, "all_reduce", size * (n - 1) / n, received_share=0.5)
 
 
-def _gather(values, n: int, contributed: float) -> float:
+def _gather(values: _Values, n: int, contributed: float) -> float:
     return _link(values, "all_gather", contributed * (n - 1), received_share=1.0)
 
 
-def _link(values, table: str, received: float, received_share: float) -> float:
+def _link(values: _Values, table: str, received: float, received_share: float) -> float:
     """Time to receive `received` bytes; `received_share` is what part of a table's key a rank of two receives."""
-    points = values[table]
-    if values["link_bandwidth_gbs"]:
-        return next(iter(points.values())) + received / values["link_bandwidth_gbs"] / 1e3
+    points = values.tables[table]
+    if values.numbers["link_bandwidth_gbs"]:
+        return next(iter(points.values())) + received / values.numbers["link_bandwidth_gbs"] / 1e3
     return interpolate(points, received / received_share, extend=True)
 
 
-def _weight_bytes(model: ModelDims, setup: DecodeSetup, values, mode: str, batch: int) -> float:
-    """Bytes of weights a rank reads in one step; routed experts by the expected number that `batch` tokens touch."""
-    m, tp, dense = model, setup.tp_size, values["dense_bytes"]
-    head_dim = m.qk_nope_head_dim + m.qk_rope_head_dim
-    replicated = m.hidden_size * (m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim)
-    q_side = (
-        m.q_lora_rank * m.num_attention_heads * head_dim + m.kv_lora_rank * m.num_attention_heads * m.qk_nope_head_dim
-    )
-    out_side = (m.kv_lora_rank + m.hidden_size) * m.num_attention_heads * m.v_head_dim
-    q_parts = out_parts = tp
+def _weight_bytes(
+    model: ModelDims, sizes: WeightSizes, setup: DecodeSetup, values: _Values, mode: str, batch: int
+) -> float:
+    q_parts = out_parts = setup.tp_size
     if mode == "cp_dcp" and not setup.cp_decode_attn_tp:
         q_parts = out_parts = 1
     elif mode == "tp_dcp" and setup.replicates_q_proj:
-        q_parts = tp // setup.dcp_size
-    attention = replicated + q_side / q_parts + out_side / out_parts
-    indexer = m.index_n_heads * (m.q_lora_rank * 128 + m.hidden_size) + m.hidden_size * 128
-    dense_layers = min(m.first_k_dense_replace or 0, m.num_hidden_layers)
-    moe_layers = m.num_hidden_layers - dense_layers
-    expert = 3 * m.hidden_size * m.moe_intermediate_size / tp
-    touched = m.n_routed_experts * (1 - (1 - m.num_experts_per_tok / m.n_routed_experts) ** batch)
-    weights = m.num_hidden_layers * attention + len(m.indexer_layers) * indexer
-    weights += dense_layers * 3 * m.hidden_size * m.intermediate_size / tp
-    weights += moe_layers * ((m.n_shared_experts or 0) * expert + m.hidden_size * m.n_routed_experts)
-    weights += m.hidden_size * m.vocab_size / tp
-    return weights * dense + moe_layers * touched * expert * values["expert_bytes"]
+        q_parts = setup.tp_size // setup.dcp_size
+    return count_weight_bytes(
+        model,
+        sizes,
+        batch,
+        tp_size=setup.tp_size,
+        q_parts=q_parts,
+        out_parts=out_parts,
+        dense_bytes=values.numbers["dense_bytes"],
+        expert_bytes=values.numbers["expert_bytes"],
+    )
 
 
 def _check(model: ModelDims, setup: DecodeSetup, mode: str, batch: int, context: int) -> None:
@@ -370,26 +381,7 @@ def _check(model: ModelDims, setup: DecodeSetup, mode: str, batch: int, context:
         raise ValueError(
             f"dcp_size must equal the context-parallel size {setup.tp_size} in CP-DCP, got {setup.dcp_size}"
         )
-    missing = [
-        field
-        for field in (
-            "hidden_size",
-            "q_lora_rank",
-            "qk_nope_head_dim",
-            "v_head_dim",
-            "index_n_heads",
-            "intermediate_size",
-            "moe_intermediate_size",
-            "n_routed_experts",
-            "num_experts_per_tok",
-            "vocab_size",
-        )
-        if getattr(model, field) is None
-    ]
-    if missing:
-        raise ValueError(
-            f"config must have {', '.join(missing)} to count weights, got a config without ({model.source})"
-        )
+    weight_sizes(model)
     if context > model.max_context:
         raise ValueError(f"context must be at most {model.max_context}, the longest of {model.name}, got {context}")
     heads = model.num_attention_heads // setup.tp_size

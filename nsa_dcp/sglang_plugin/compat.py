@@ -17,8 +17,10 @@ SGLANG_VERSION = "0.5.23"
 
 
 _ATTENTION = "sglang.srt.layers.attention"
+_FORWARD: tuple[str, ...]
 _FORWARD = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope", "topk_indices")
 _FORWARD += ("cos_sin_cache", "is_neox", "llama_4_scaling", "attn_sink")
+_METADATA: tuple[str, ...]
 _METADATA = ("page_size", "cache_seqlens_int32", "max_seq_len_q", "max_seq_len_k", "cu_seqlens_q", "cu_seqlens_k")
 _METADATA += ("page_table_1", "real_page_table", "dsa_cache_seqlens_int32", "dsa_cu_seqlens_q", "dsa_cu_seqlens_k")
 _METADATA += ("dsa_extend_seq_lens_list", "dsa_seqlens_expanded", "dsa_max_seqlen_q", "flashmla_metadata")

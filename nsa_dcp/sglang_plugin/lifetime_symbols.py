@@ -25,7 +25,7 @@ class Symbol:
 
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater"
-_PREPARE = ("self", "positions", "hidden_states", "forward_batch", "zero_allocator", "llama_4_scaling")
+_PREPARE: tuple[str, ...] = ("self", "positions", "hidden_states", "forward_batch", "zero_allocator", "llama_4_scaling")
 _PREPARE += ("prev_topk_indices",)
 
 LIFETIME_SYMBOLS = (

@@ -109,7 +109,9 @@ def draw_batch(seq_lens: list[int], dcp_size: int, seed: int = 0, shared_pages: 
     # Three pages stay unused; page 0 is never handed out.
     size = PAGE * (sum(counts) + 3)
     free = (torch.randperm(size // PAGE, generator=generator) + 1).tolist()
-    pages, latents, index_keys = [], [], []
+    pages: list[list[int]] = []
+    latents: list[torch.Tensor] = []
+    index_keys: list[torch.Tensor] = []
     for request, (length, count) in enumerate(zip(seq_lens, counts)):
         latent = torch.randn(length, 576, generator=generator, dtype=torch.float64)
         key = torch.randn(length, 128, generator=generator, dtype=torch.float64)

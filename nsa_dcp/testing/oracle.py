@@ -16,7 +16,7 @@ def deal_slots(num_slots: int, dcp_size: int, interleave_size: int = 1) -> list[
         (owner, row) of each slot; a row is how many slots the owner held before.
     """
     held = [0] * dcp_size
-    dealt = []
+    dealt: list[tuple[int, int]] = []
     rank = 0
     while len(dealt) < num_slots:
         for _ in range(interleave_size):

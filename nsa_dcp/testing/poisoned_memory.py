@@ -4,6 +4,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,7 +29,7 @@ def poisoned_allocations() -> Iterator[None]:
 
 def _poisoning(allocate: Callable) -> Callable:
     @functools.wraps(allocate)
-    def allocate_poisoned(*args, **kwargs):
+    def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = allocate(*args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         return poison_(tensor) if caller.split(".")[0] in _OURS else tensor

@@ -1,6 +1,8 @@
 """What the whole-model tests run on every rank. Importable by name, as processes need it."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +27,7 @@ def make_engine(
     return Engine(load_model(directory, dtype, device), join_groups(config, rank), cache)
 
 
-def generate_recorded(rank: int, _send, runs: list[dict]) -> list[dict]:
+def generate_recorded(rank: int, _send: Any, runs: list[dict]) -> list[dict]:
     """Generate once per run; record tokens, logits, cache use, cached bytes by position, and quantised rows."""
     return [_generate_recorded(rank, **run) for run in runs]
 
@@ -52,7 +54,7 @@ def _generate_recorded(
     quantised = _count_quantised_tiles()
     calls = _record_selections()
 
-    def record(request, row: torch.Tensor) -> None:
+    def record(request: Any, row: torch.Tensor) -> None:
         if not any(request is known for known in requests):
             requests.append(request)
         logits.setdefault(id(request), []).append(row.cpu())
@@ -73,8 +75,17 @@ def _record_selections() -> list[tuple]:
     """Keep what every scoring call of this process was given and selected."""
     calls = []
 
-    def recording(select):
-        def run(q, weights, index_cache, index_pages, row_request, context_lens, *args, **kwargs):
+    def recording(select: Callable) -> Callable:
+        def run(
+            q: torch.Tensor,
+            weights: torch.Tensor,
+            index_cache: torch.Tensor,
+            index_pages: torch.Tensor,
+            row_request: torch.Tensor,
+            context_lens: torch.Tensor,
+            *args: Any,
+            **kwargs: Any,
+        ) -> torch.Tensor:
             selected = select(q, weights, index_cache, index_pages, row_request, context_lens, *args, **kwargs)
             # A captured step selects only when it is replayed, which nothing here sees.
             if selected.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -107,7 +118,7 @@ def _count_quantised_tiles() -> dict[str, int]:
     """Count the latent tiles that go through the one quantiser, by wrapping it in this process."""
     counted = {"latent": 0}
 
-    def counting(tiles: torch.Tensor):
+    def counting(tiles: torch.Tensor) -> Any:
         if tiles.dim() == 3:  # latents come as [T, 4, 128], index keys as [T, 128]
             counted["latent"] += tiles.shape[0] * tiles.shape[1]
         return _quantise_tiles(tiles)
@@ -116,7 +127,7 @@ def _count_quantised_tiles() -> dict[str, int]:
     return counted
 
 
-def _rows_by_position(engine: Engine, request) -> list[tuple[list[int], torch.Tensor]]:
+def _rows_by_position(engine: Engine, request: Any) -> list[tuple[list[int], torch.Tensor]]:
     """Per layer: the positions of a request that this rank holds, and what it holds of them.
 
     Written with plain integers, so that it does not share the package's index math.
@@ -133,7 +144,7 @@ def _rows_by_position(engine: Engine, request) -> list[tuple[list[int], torch.Te
 
 def generate_statically(
     rank: int,
-    _send,
+    _send: Any,
     directory: Path,
     dtype: str,
     config: DcpConfig,
@@ -148,15 +159,15 @@ def generate_statically(
 
 
 def record_selections(
-    rank: int, _send, directory: Path, dtype: str, cache: CacheConfig, prompts: list[list[int]], device_type: str
+    rank: int, _send: Any, directory: Path, dtype: str, cache: CacheConfig, prompts: list[list[int]], device_type: str
 ) -> list[torch.Tensor]:
     """What one rank selects while it caches the prompts: positions, [T, K] per step and indexer."""
     engine = make_engine(rank, directory, dtype, DcpConfig(), cache, device_type)
     selections = []
     original = indexer.select_topk
 
-    def recording(*args) -> torch.Tensor:
-        selected = original(*args)
+    def recording(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> torch.Tensor:
+        selected = original(logits, context_lens, topk)
         selections.append(selected.cpu())
         return selected
 

@@ -73,13 +73,15 @@ def _merge_partials_kernel(
             if start + i < N:
                 n = tl.full([], start + i, tl.int64)
                 lse = tl.load(lse_ptr + n * lse_stride_n, mask=kept, other=float("-inf"))
-                lses = lses + (tl.where((lse == lse) & (tl.abs(lse) != float("inf")), lse, float("-inf")),)
+                real = (lse == lse) & (tl.abs(lse) != float("inf"))
+                # Triton unrolls the loop, with a longer tuple each time.
+                lses = lses + (tl.where(real, lse, float("-inf")),)  # type: ignore[assignment]
         for i in tl.static_range(AT_ONCE):
             if start + i < N:
                 n = tl.full([], start + i, tl.int64)
                 # An empty partial is not even loaded: its values may be NaN, and its bytes cost bandwidth.
                 read = moved & (lses[i] != float("-inf"))[:, None]
-                outs = outs + (tl.load(out_ptr + n * out_stride_n, mask=read, other=0.0),)
+                outs = outs + (tl.load(out_ptr + n * out_stride_n, mask=read, other=0.0),)  # type: ignore[assignment]
         m_new = m
         for i in tl.static_range(AT_ONCE):
             if start + i < N:

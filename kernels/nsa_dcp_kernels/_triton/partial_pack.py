@@ -113,7 +113,8 @@ def _merge_packed_kernel(
     else:
         merged = low / divisor
         value = word
-        values_per_row: tl.constexpr = WORDS
+        # Triton compiles one of the two branches.
+        values_per_row: tl.constexpr = WORDS  # type: ignore[no-redef]
     merged_at = (row * values_per_row)[:, None] + value[None, :]
     tl.store(merged_ptr + merged_at, merged.to(DTYPE), mask=kept[:, None] & (value < values_per_row)[None, :])
 

@@ -149,7 +149,7 @@ def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> 
         return torch.full((num_tokens, topk), -1, dtype=torch.int32, device=device)
     check(length <= _SEGMENT or topk <= _SEGMENT // 2, "topk", f"be at most {_SEGMENT // 2} on a GPU", topk)
     scores = logits if logits.stride(1) == 1 else logits.contiguous()
-    positions = None
+    positions: torch.Tensor | None = None
     while True:
         length = scores.shape[1]
         block = min(_SEGMENT, max(64, triton.next_power_of_2(length)))
@@ -180,6 +180,6 @@ def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> 
             num_warps=min(_MAX_WARPS, max(1, block // (32 * per_thread))),
             **({"launch_pdl": True} if _OVERLAPS and not first else {}),
         )
-        if last:
+        if chosen_keys is None:
             return chosen
         scores, positions = chosen_keys, chosen

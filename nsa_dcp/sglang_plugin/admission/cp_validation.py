@@ -64,7 +64,7 @@ def _strategy_problems(settings: ServerSettings, model: ModelFacts) -> list[Faul
         ]
     if settings.cp_strategy != "zigzag":
         return []
-    problems = []
+    problems: list[Fault] = []
     if model.architecture not in SLICED_ARCHITECTURES:
         problems.append(
             (
@@ -136,7 +136,7 @@ def _group_problems(settings: ServerSettings, model: ModelFacts, max_heads: int)
 def _slice_problems(settings: ServerSettings, model: ModelFacts) -> list[Fault]:
     if not settings.enable_cp_decode_attn_tp:
         return []
-    problems = []
+    problems: list[Fault] = []
     if settings.attn_dp_size > 1:
         problems.append(
             (
@@ -157,7 +157,7 @@ def _slice_problems(settings: ServerSettings, model: ModelFacts) -> list[Fault]:
 
 
 def _backend_problems(settings: ServerSettings) -> list[Fault]:
-    problems = []
+    problems: list[Fault] = []
     names = (settings.prefill_attention_backend, settings.decode_attention_backend)
     if None not in names and names[0] != names[1]:
         problems.append(
@@ -189,7 +189,7 @@ def _attention_dp_problems(settings: ServerSettings) -> list[Fault]:
     if settings.attn_dp_size == 1:
         return []
     asked = f"--enable-prefill-cp with --attn-dp-size {settings.attn_dp_size}"
-    problems = []
+    problems: list[Fault] = []
     if settings.grammar_backend != "none":
         # GrammarManager: each rank compiles a grammar for itself, and a request starts when all have.
         problems.append(

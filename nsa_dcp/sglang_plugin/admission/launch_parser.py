@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 TABLE = Path(__file__).with_name("launch_flags.json")
 # Kinds of flag, by the name of sglang's action.
@@ -47,7 +47,7 @@ _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2*
 class LaunchParser(argparse.ArgumentParser):
     """sglang's parser, which raises ValueError where that one prints its usage and ends the process."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
@@ -136,11 +136,15 @@ class _Adapters(argparse.Action):
     """LoRA adapters: paths, `name=path`, or JSON objects that name both."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Sequence[str], *_: object
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[str] | None,
+        *_: object,
     ) -> None:
         adapters: list[object] = []
-        for value in map(str.strip, values):
-            adapter: object = value
+        for value in map(str.strip, values or ()):
+            adapter: Any = value
             if value.startswith("{") and value.endswith("}"):
                 try:
                     adapter = json.loads(value)
@@ -167,7 +171,7 @@ def _count(text: str) -> int:
     return int(Decimal(number) * _UNITS[unit])
 
 
-def _graph_backend(text: str) -> str:
+def _graph_backend(text: str | None) -> str | None:
     if text == "tc_piecewise":
         raise argparse.ArgumentTypeError("tc_piecewise was removed; select breakable, full or disabled")
     return text

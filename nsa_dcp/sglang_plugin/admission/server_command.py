@@ -215,7 +215,7 @@ def _facts_from_config(
         index_kpool=positive_integer(text, "index_kpool", source, default=1),
         indexer_layers=indexer_layers(text, source=source, architecture=architecture),
         projection_format=projection_format(
-            read_quantization(config | overrides, folder or Path(_NOWHERE)), numbers["num_hidden_layers"]
+            read_quantization({**config, **overrides}, folder or Path(_NOWHERE)), numbers["num_hidden_layers"]
         ),
         hidden_size=_size_or_unknown(text.get("hidden_size")),
         context_length=_size_or_unknown(text.get("max_position_embeddings")),

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, ServerSettings
 from nsa_dcp.sglang_plugin.admission.validation import head_bucket
+
+
+class LineFields(TypedDict):
+    """The part of a start-up line that a server's shape says."""
+
+    mode: str
+    cp_strategy: str | None
+    gathered_heads: int
+    head_bucket: int
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ class ServerShape:
         """Query heads of the kernel that takes `gathered_heads`. ValueError: none does."""
         return head_bucket(self.gathered_heads)
 
-    def line_fields(self) -> dict[str, object]:
+    def line_fields(self) -> LineFields:
         """The keywords of `startup_line` that say this."""
         return {
             "mode": self.mode,

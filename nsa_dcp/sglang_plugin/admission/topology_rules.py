@@ -74,11 +74,15 @@ def _advise_sizes(settings: ServerSettings, accepts: Callable[[Mapping[str, Any]
         [({"dcp_size": size}, use(f"--dcp-size {size}")) for size in range(2, shard + 1)]
     ]
     if context_parallel:
-        sizes = {"attn_cp_size": shard, "dcp_size": shard}
+        sizes: dict[str, int | bool | None] = {"attn_cp_size": shard, "dcp_size": shard}
         tries.append([(sizes, use(f"--attn-cp-size {shard}", f"--dcp-size {shard}"))])
         for tp_size in (8, 4, 2):
             sizes = {"tp_size": tp_size, "attn_cp_size": tp_size, "dcp_size": tp_size, "attn_dp_size": 1, "dp_size": 1}
-            words = (f"--tp-size {tp_size}", f"--attn-cp-size {tp_size}", f"--dcp-size {tp_size}")
+            words: tuple[str, ...] = (
+                f"--tp-size {tp_size}",
+                f"--attn-cp-size {tp_size}",
+                f"--dcp-size {tp_size}",
+            )
             tries.append([(sizes, _without_attention_dp(words, settings))])
         without = {"enable_prefill_cp": False, "attn_cp_size": 1, "cp_strategy": None}
         flags = ("--enable-prefill-cp", "--attn-cp-size", "--cp-strategy")

@@ -29,6 +29,10 @@ _CARRIED = "_nsa_dcp_prepared"
 class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
     """Attends to the part of each selection that this DCP rank owns, and returns what merging the parts needs."""
 
+    # sglang's, which ships no types.
+    _fused_decode_metadata: Any
+    forward_metadata: Any
+
     def __init__(self, model_runner: Any) -> None:
         """Make the backend, and run the kernel once.
 
@@ -77,7 +81,7 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
         layer: Any,
         metadata: Any,
         page_table_1: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend to this rank's rows of a selection.
 
         Args:

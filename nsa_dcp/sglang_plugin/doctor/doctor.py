@@ -294,6 +294,8 @@ def _given_model_facts(
 ) -> tuple[ModelFacts, str]:
     if preset is not None:
         return server_command.preset_model_facts(preset, overrides), f"preset {preset}"
+    if config is None:
+        raise ValueError("the model must be given by its config or by a preset, got neither")
     return server_command.read_model_facts(config, overrides), config
 
 

@@ -103,11 +103,11 @@ def run_bounded(command: Sequence[str], timeout_s: float) -> subprocess.Complete
     """Run a command; TimeoutExpired when it has not ended in time, even when it cannot be killed."""
     deadline = time.monotonic() + timeout_s
     with BoundedProcess(command) as process:
-        while process.poll() is None:
+        while (status := process.poll()) is None:
             if time.monotonic() >= deadline:
                 raise subprocess.TimeoutExpired(command, timeout_s)
             time.sleep(_SMI_POLL_S)
-        return subprocess.CompletedProcess(command, process.poll(), process.stdout(), process.stderr())
+        return subprocess.CompletedProcess(command, status, process.stdout(), process.stderr())
 
 
 def check_gpus(run: Run = run_bounded) -> Iterator[Check]:

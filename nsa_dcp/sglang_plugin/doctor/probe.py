@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nsa_dcp.sglang_plugin.admission.server_command import read_with_sglang
 
@@ -36,7 +37,7 @@ class Unanswered:
     fix: str = ""
 
 
-Ask = Callable[[str], "dict[str, object] | Unanswered"]
+Ask = Callable[[str], "dict[str, Any] | Unanswered"]
 
 
 class BoundedProcess:
@@ -116,7 +117,7 @@ class Trials:
     def __exit__(self, *_: object) -> None:
         self._running.close()
 
-    def ask(self, step: str) -> dict[str, object] | Unanswered:
+    def ask(self, step: str) -> dict[str, Any] | Unanswered:
         """Wait for the answer to a step, until the time of all trials is over."""
         process, steps = next((process, steps) for process, steps in self._processes if step in steps)
         while True:
@@ -138,7 +139,7 @@ class Trials:
                 f"no answer within {self.timeout_s:g} s",
                 "run doctor again, now that the files are cached, or give it more --timeout",
             )
-        if status < 0:
+        if status is not None and status < 0:
             return Unanswered(f"its process was killed by signal {-status}")
         return Unanswered(_first_and_last_error(process.stderr()) or f"its process exited with status {status}")
 

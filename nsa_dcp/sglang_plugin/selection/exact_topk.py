@@ -147,6 +147,7 @@ class ExactTopK:
         else:
             table, page_size = attn_metadata.page_table_1, 1
             require(cu_seqlens_q_topk is not None, "the first row of each request where selections are mapped", "none")
+            assert cu_seqlens_q_topk is not None
             request = requests_of_rows(cu_seqlens_q_topk, num_rows, batch_idx_list)
         return select_slots(
             logits, lengths, topk, row_starts=row_starts, page_table=table, row_request=request, page_size=page_size

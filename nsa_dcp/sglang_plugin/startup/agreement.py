@@ -231,7 +231,7 @@ def hash_sources() -> str:
     """Return a short hash of the Python files of both packages, as they lie on this machine."""
     digest = hashlib.sha256()
     for package in (nsa_dcp, nsa_dcp_kernels):
-        directory = Path(package.__file__).parent
+        directory = Path(package.__path__[0])
         for path in sorted(directory.rglob("*.py")):
             digest.update(path.relative_to(directory).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]

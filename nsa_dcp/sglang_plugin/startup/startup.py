@@ -146,6 +146,7 @@ def describe_server(model_runner: Any, parallel: Any, topk: str) -> str:
 
 def _stock_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     require(stock is not None, "a DSA attention backend in sglang's registry", "none")
+    assert stock is not None
     return stock(model_runner)
 
 
