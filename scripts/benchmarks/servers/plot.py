@@ -3,8 +3,8 @@
     python -m scripts.benchmarks.servers.plot docs/measured_on_two_h200/bench.json --out docs/throughput.svg
 
 A line ends with the last number of requests that was asked of its server. Where that is because its pool holds no more,
-the report says so (the pool's largest case, or one that was skipped for want of slots), and the end is marked. The same file is written again
-from the same report by the same matplotlib; the numbers drawn stand in it too, as its description.
+the report says so (the pool's largest case, or one that was skipped for want of slots), and the end is marked. The same
+report and the same matplotlib give the same bytes; the numbers drawn stand in the file too, as its description.
 """
 
 import argparse
