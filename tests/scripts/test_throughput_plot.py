@@ -83,11 +83,6 @@ def test_every_line_is_named_and_no_name_lies_on_another(reports, context, monke
     assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 and box.y0 >= 0 for box in boxes)
 
 
-@pytest.mark.parametrize(("tokens", "text"), [(4096, "4K"), (32768, "32K"), (1048576, "1M"), (1000, "1,000")])
-def test_counts_are_written_as_people_say_them(tokens, text):
-    assert plot.short_count(tokens) == text
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nsa_dcp.command_line import check_output_file
+from nsa_dcp.planning.plot_lines import short_count
 from scripts.benchmarks.served_setup import setup_of
 
 MODES = ("tp", "tp_dcp", "cp_dcp")
@@ -160,14 +161,6 @@ def _apart(values: Sequence[int], gap: float) -> list[int]:
         if kept[-1] - value >= gap:
             kept.append(value)
     return sorted(kept)
-
-
-def short_count(tokens: int) -> str:
-    """4,096 as 4K, 1,048,576 as 1M; other numbers in full."""
-    for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
-        if tokens >= size and tokens % size == 0:
-            return f"{tokens // size}{letter}"
-    return f"{tokens:,}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
