@@ -16,6 +16,7 @@ from nsa_dcp_kernels.page_table import fill_page_table_, look_up_slots
 from nsa_dcp_kernels.partial_pack import merge_packed, pack_partials, unpack_partials
 from nsa_dcp_kernels.schedule import SparsePlan, plan_sparse
 from nsa_dcp_kernels.selection import LocalSelection, attend_selection, localize_selection
+from nsa_dcp_kernels.slot_selection import select_slots
 from nsa_dcp_kernels.sparse_mla import attend_sparse
 from nsa_dcp_kernels.topk import select_topk
 
@@ -40,6 +41,7 @@ __all__ = [
     "scatter_index_keys_",
     "scatter_latent_",
     "score_index",
+    "select_slots",
     "select_topk",
     "unpack_latent",
     "unpack_partials",

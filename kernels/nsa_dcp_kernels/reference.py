@@ -334,6 +334,29 @@ def select_topk(logits: torch.Tensor, context_lens: torch.Tensor, topk: int) -> 
     return topk_indices
 
 
+def select_slots(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    topk: int,
+    row_starts: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    row_request: torch.Tensor | None,
+    page_size: int,
+) -> torch.Tensor:
+    num_rows, width = scores.shape
+    starts = torch.zeros(num_rows, dtype=torch.int64) if row_starts is None else row_starts.long()
+    seen = torch.minimum(lengths.long(), width - starts).clamp(min=0)
+    longest = int(seen.max()) if num_rows else 0
+    # Each row's own columns, moved to the front.
+    columns = (starts.unsqueeze(1) + torch.arange(longest)).clamp(max=max(width - 1, 0))
+    positions = select_topk(scores.gather(1, columns), seen, topk)
+    if page_table is None:
+        return positions
+    return look_up_slots(
+        positions, torch.arange(num_rows) if row_request is None else row_request, page_table, page_size
+    )
+
+
 def sortable_keys(scores: torch.Tensor) -> torch.Tensor:
     """Map float32 scores to int64 keys of the same order: -0.0 equals 0.0, NaN lies below -inf and above `_UNSEEN`."""
     raw = _view_as(scores + 0.0, torch.int32).long()

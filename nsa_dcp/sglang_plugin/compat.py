@@ -95,6 +95,42 @@ SYMBOLS = (
         ("seq_lens", "static_threshold", "out"),
     ),
     Symbol(
+        f"{_ATTENTION}.dsa.dsa_topk_backend:DSATopKBackend",
+        "what the backend selects by: ours stands for its default, with its methods",
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa.dsa_topk_backend:DSATopKBackend.topk_func",
+        "the selection of positions",
+        ("self", "score", "lengths", "topk", "row_starts"),
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa.dsa_topk_backend:DSATopKBackend.topk_transform",
+        "the selection of slots",
+        (
+            "self",
+            "logits",
+            "lengths",
+            "topk",
+            "topk_transform_method",
+            "attn_metadata",
+            "cu_seqlens_q_topk",
+            "topk_indices_offset",
+            "row_starts",
+            "batch_idx_list",
+            "force_unfused_topk",
+        ),
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa.dsa_topk_backend:TopkTransformMethod",
+        "selections are PAGED",
+    ),
+    Symbol(
+        f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend.get_indexer_metadata",
+        "it hands its dsa_topk_backend to the indexers: ours",
+        ("self", "layer_id", "forward_batch"),
+    ),
+    Symbol("sglang.srt.environ:envs", "whether sglang maps positions itself: SGLANG_DSA_FUSE_TOPK"),
+    Symbol(
         f"{_ATTENTION}.dsa.dsa_indexer_metadata:DSAIndexerMetadata",
         "narrowed to a rank's rows for that: a field that we do not know would stay the whole batch's",
         (

@@ -27,6 +27,7 @@ from nsa_dcp_kernels._triton import (
     page_table,
     partial_pack,
     schedule,
+    slot_selection,
     topk,
 )
 
@@ -51,6 +52,9 @@ def compile_instead_of_launching(launch):
             check_wide_products(compiled.asm["ttir"])
         # Its pointers carry a layout hint that is not true of them: a store of more than one entry would be wrong.
         assert self.__name__ != "_select_kernel" or "st.global.v" not in compiled.asm["ptx"]
+        # These read rows of any pitch and start by whole wide loads.
+        wide = self.__name__ in ("_group_maxima_kernel", "_collect_kernel") and launch_takes_wide_loads(kwargs)
+        assert not wide or "ld.global.v4" in compiled.asm["ptx"]
         print(self.__name__)
 
     return run
@@ -62,6 +66,10 @@ def check_wide_products(ttir: str) -> None:
     narrow = [line for line in products if re.search(r": (tensor<\d+(x\d+)*x)?i32", line)]
     # Of 32 bits are places inside a page alone: 64 tokens of 32 words.
     assert products and all("tensor<64x1xi32>" in line for line in narrow), narrow
+
+
+def launch_takes_wide_loads(kwargs) -> bool:
+    return kwargs["UNIT"] == 4
 
 
 def compile_merges() -> None:
@@ -133,6 +141,19 @@ def compile_indexer() -> None:
     for num_tokens, length, wanted in [(1, 100, 1), (2, 5000, 2048), (64, 70000, 2048)]:
         context_lens = torch.zeros(num_tokens, dtype=torch.int32)
         topk.select_topk(torch.zeros(1, 1).expand(num_tokens, length).contiguous(), context_lens, wanted)
+    for num_rows, width, pitch, ragged in [
+        (1, 1 << 20, 1 << 20, False),
+        (600, 9000, 9004, True),
+        (40, 33000, 33001, True),
+    ]:
+        # Never read: nothing is launched.
+        scores = torch.empty_strided((num_rows, width), (pitch, 1))
+        values = torch.zeros(num_rows, dtype=torch.int32)
+        table = torch.zeros(num_rows, 16385, dtype=torch.int32)
+        slot_selection.select_slots(
+            scores, values, 2048, values if ragged else None, table, values if ragged else None, 64
+        )
+        slot_selection.select_slots(scores, values, 2048, None, None, None, 64)
     for dtype, num_tokens, num_heads, pages in [(torch.bfloat16, 1, 64, 2), (torch.float32, 3, 5, 16)]:
         q, weights = torch.zeros(num_tokens, num_heads, 128, dtype=dtype), torch.zeros(num_tokens, num_heads)
         table, row = torch.zeros(1, pages, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int32)

@@ -7,12 +7,15 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 KERNELS = {
+    "_collect_kernel",
     "_dequantise_kernel",
     "_erase_past_kernel",
+    "_finish_kernel",
     "_gather_index_keys_kernel",
     "_fill_page_table_kernel",
     "_gather_index_pages_kernel",
     "_gather_pages_kernel",
+    "_group_maxima_kernel",
     "_list_pages_kernel",
     "_localize_kernel",
     "_look_up_slots_kernel",

@@ -55,8 +55,23 @@ def build(registered, monkeypatch):
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     from nsa_dcp.sglang_plugin.attention import backend
+    from nsa_dcp.sglang_plugin.selection import exact_topk
 
-    monkeypatch.setattr(backend, "DcpDeepseekSparseAttnBackend", lambda model_runner: ("ours", model_runner))
+    class Ours(tuple):
+        """What the factory asks of a backend that it has made; equal to ("ours", its model runner)."""
+
+        device, dsa_index_topk = "cpu", 2048
+
+    def make_ours(model_runner):
+        from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
+
+        ours = Ours(("ours", model_runner))
+        ours.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
+        return ours
+
+    monkeypatch.setattr(backend, "DcpDeepseekSparseAttnBackend", make_ours)
+    # Tried once in test_exact_topk.py.
+    monkeypatch.setattr(exact_topk, "check_selection", lambda device, topk: None)
     for name in ("nsa", "dsa"):
         monkeypatch.setattr(ATTENTION_BACKENDS[name], "stock", lambda model_runner: ("stock", model_runner))
     return lambda model_runner, name="nsa": ATTENTION_BACKENDS[name](model_runner)
@@ -115,7 +130,29 @@ def test_the_log_says_what_is_served(build, runner, caplog):
         64,
         64,
     )
+    assert served["topk"] == "exact"
     assert served["tokens"] == DCP_SIZE * runner.token_to_kv_pool.size
+
+
+@pytest.mark.parametrize(("asked", "served"), [("stock", "sgl-kernel"), ("exact", "exact"), ("", "exact")])
+def test_selections_are_exact_but_where_the_environment_asks_for_sglangs(
+    build, runner, monkeypatch, caplog, asked, served
+):
+    from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
+
+    from nsa_dcp.sglang_plugin.selection.exact_topk import ExactTopK
+
+    monkeypatch.setenv("NSA_DCP_TOPK", asked)
+    with caplog.at_level("INFO", logger="nsa_dcp"):
+        backend = build(runner)
+    assert type(backend.dsa_topk_backend) is (DSATopKBackend if asked == "stock" else ExactTopK)
+    assert f'"topk": "{served}"' in caplog.text
+
+
+def test_another_choice_of_selections_stops_the_server(build, runner, monkeypatch):
+    monkeypatch.setenv("NSA_DCP_TOPK", "fast")
+    with pytest.raises(ValueError, match="NSA_DCP_TOPK must be exact or stock, got 'fast'"):
+        build(runner)
 
 
 def test_selection_is_split_over_the_attention_tp_group_in_prefill_and_in_decode(build, runner):

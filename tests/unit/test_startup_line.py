@@ -47,10 +47,12 @@ def test_the_line_states_mode_group_kernel_bytes_and_budgets():
         pool=make_pool(640, 8),
         buffers=buffers,
         held=HELD,
+        topk="exact",
     )
     assert line.startswith(PREFIX) and "\n" not in line
     facts = json.loads(line.removeprefix(PREFIX))
     assert (facts["mode"], facts["dcp_size"], facts["dcp_group"]) == ("TP-DCP", 8, list(range(8)))
+    assert facts["topk"] == "exact"
     assert (facts["heads"], facts["head_bucket"], facts["dcp_comm_backend"]) == (64, 64, "a2a")
     assert facts["prefix_unit_tokens"] == 64 * 8
     assert (facts["latent_bytes_per_token"], facts["index_key_bytes_per_token"]) == (6396, 2772)
@@ -72,4 +74,5 @@ def test_an_empty_group_is_refused():
             pool=make_pool(64, 1),
             buffers=temporary_buffers(GLM, "fp8_e4m3", 1, local_heads=8, rows=1, context=1, pool_rows=64),
             held=HELD,
+            topk="exact",
         )

@@ -57,8 +57,13 @@ def gather_buffer_pages(model_runner: Any, parallel: Any) -> int:
     )
 
 
-def describe_context_parallel_server(model_runner: Any, parallel: Any) -> str:
-    """Return the log line of what is served. Args: as above."""
+def describe_context_parallel_server(model_runner: Any, parallel: Any, topk: str) -> str:
+    """Return the log line of what is served.
+
+    Args:
+        model_runner, parallel: as above.
+        topk: what selects, of `use_exact_topk`.
+    """
     from sglang.srt.runtime_context import get_schedule, get_spec
 
     pool, dcp_size = model_runner.token_to_kv_pool, parallel.attn_dcp_size
@@ -104,6 +109,7 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any) -> str:
             dequantised=max(replicated.dequantised, spread.dequantised),
         ),
         held=count_held_memory(model_runner, parallel),
+        topk=topk,
     )
 
 

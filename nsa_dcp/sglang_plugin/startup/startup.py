@@ -24,6 +24,7 @@ from nsa_dcp.sglang_plugin.admission.validation import (
 )
 from nsa_dcp.sglang_plugin.attention.idle_steps import prepare_idle_steps_quietly
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version, require
+from nsa_dcp.sglang_plugin.selection.exact_topk import use_exact_topk
 from nsa_dcp.sglang_plugin.selection.index_key_gather import gather_index_keys_past_2_gib
 from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup.agreement import check_agreement
@@ -91,7 +92,7 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
         )
 
         backend = build_context_parallel_backend(model_runner, parallel)
-        logger.info(describe_context_parallel_server(model_runner, parallel))
+        logger.info(describe_context_parallel_server(model_runner, parallel, use_exact_topk(backend)))
         return backend
 
     from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend
@@ -99,16 +100,17 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group)
     prepare_idle_steps_quietly(model_runner.model)
     backend = DcpDeepseekSparseAttnBackend(model_runner)
-    logger.info(describe_server(model_runner, parallel))
+    logger.info(describe_server(model_runner, parallel, use_exact_topk(backend)))
     return backend
 
 
-def describe_server(model_runner: Any, parallel: Any) -> str:
+def describe_server(model_runner: Any, parallel: Any, topk: str) -> str:
     """Return the log line of what is served: group, heads, bytes per token, buffers of the largest prefill chunk.
 
     Args:
         model_runner: sglang's ModelRunner.
         parallel: sglang's parallel context.
+        topk: what selects, of `use_exact_topk`.
     """
     from sglang.srt.runtime_context import get_schedule
 
@@ -138,6 +140,7 @@ def describe_server(model_runner: Any, parallel: Any) -> str:
         pool=pool,
         buffers=buffers,
         held=count_held_memory(model_runner, parallel),
+        topk=topk,
     )
 
 

@@ -26,6 +26,7 @@ def startup_line(
     pool: Any,
     buffers: TemporaryBuffers,
     held: HeldMemory,
+    topk: str,
     cp_strategy: str | None = None,
 ) -> str:
     """The line.
@@ -38,6 +39,7 @@ def startup_line(
         pool: sglang's DSATokenToKVPool of this rank.
         buffers: budgets, from `capacity.temporary_buffers`.
         held: what else lies beside the pools.
+        topk: what selects: `exact`, or the name of sglang's top-k backend.
         cp_strategy: `interleave` or `zigzag` in CP-DCP.
 
     ValueError: the group is empty.
@@ -52,6 +54,7 @@ def startup_line(
         "heads": gathered_heads,
         "head_bucket": head_bucket,
         "dcp_comm_backend": comm_backend,
+        "topk": topk,
         **pool_facts(pool, len(group_ranks)),
         "buffer_budget_bytes": {
             "gathered_q": buffers.gathered_q,
