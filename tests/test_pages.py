@@ -1,5 +1,6 @@
 """Pages for people: links lead somewhere, the front pages stay short, and their figures are the measurements'."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -105,6 +106,54 @@ def test_pages_that_code_names_are_there():
 )
 def test_the_front_pages_stay_short(name, most):
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most
+
+
+def names_from_kernels(tree: ast.AST) -> set[str]:
+    """What a tree imports from `nsa_dcp_kernels`."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "nsa_dcp_kernels"]
+    return {alias.name for node in imports for alias in node.names}
+
+
+def ops_of_servers() -> set[str]:
+    """Ops that the plugin calls, itself or through the functions of cp_dcp.py that it imports."""
+    found, borrowed = set(), set()
+    for path in sorted((ROOT / "nsa_dcp" / "sglang_plugin").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found |= names_from_kernels(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "nsa_dcp.cp_dcp":
+                borrowed |= {alias.name for alias in node.names}
+    tree = ast.parse((ROOT / "nsa_dcp" / "cp_dcp.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if getattr(node, "name", None) in borrowed:
+            called = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+            found |= called & names_from_kernels(tree)
+    return {name for name in found if name.islower()}
+
+
+def test_the_page_of_the_kernels_says_which_ops_servers_run():
+    text = (ROOT / "kernels" / "README.md").read_text(encoding="utf-8")
+    said: dict[str, str] = {}
+    for row in table_rows(text, "| op | shapes | servers |"):
+        ops = re.findall(r"`(\w+)`", row[0])
+        singled_out = re.findall(r"`([a-z]+_\w+)`", row[2])
+        said |= {op: "-" if singled_out and op not in singled_out else row[2] for op in ops}
+    assert {op for op, servers in said.items() if servers != "-"} == ops_of_servers()
+
+
+def test_the_page_of_the_architecture_says_what_servers_and_engine_share():
+    """Of the modules beside `planning`, the plugin imports `cp_dcp` alone, and of that what the page names."""
+    found = set()
+    for path in sorted((ROOT / "nsa_dcp" / "sglang_plugin").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and re.match(
+                r"nsa_dcp\.(?!sglang_plugin|planning|command_line)", node.module or ""
+            ):
+                found |= {(node.module, alias.name) for alias in node.names}
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert {module for module, _ in found} == {"nsa_dcp.cp_dcp"}
+    (said,) = re.findall(r"of `cp_dcp` three names, (.*?)\.", text, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", said)) == {name for _, name in found}
 
 
 def table_rows(text: str, first: str) -> list[list[str]]:
