@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nsa_dcp.planning.capacity import Plan
 from nsa_dcp.planning.plot_lines import Line, draw_lines, short_count
@@ -48,7 +49,7 @@ def plot_capacity(result: Plan, path: Path) -> None:
     figure.savefig(path)
 
 
-def plot_crossover(report: Mapping[str, object], path: Path) -> None:
+def plot_crossover(report: Mapping[str, Any], path: Path) -> None:
     """Crossover batch over context, and predicted step ratio to TP over batch; errors as `plot_capacity`."""
     figure, (crossover, ratio) = _figure(path)
     modes = report["modes"]

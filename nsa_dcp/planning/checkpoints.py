@@ -50,6 +50,15 @@ CHECKPOINTS = {
     "deepseek-v3.2": (Checkpoint("FP8", _FP8),),
 }
 CARDS = (Card("H100 80", 78.0, 132), Card("H200 141", 139.0, 132), Card("H20 96", 94.0, 78), Card("H20 141", 139.0, 78))
+_COUNTED: tuple[str, ...] = (
+    "hidden_size",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "index_n_heads",
+    "vocab_size",
+)
+_COUNTED += ("intermediate_size", "moe_intermediate_size", "n_routed_experts")
 # The middle of what published commands for these models give.
 USUAL_FRACTION = 0.85
 
@@ -60,26 +69,23 @@ def weights_gib(model: ModelDims, expert_bytes: float, tp_size: int, dcp_size: i
     ValueError: the model lacks dimensions, or a size is not a positive integer.
     """
     require_positive(tp_size=tp_size, dcp_size=dcp_size)
-    counted = ("hidden_size", "q_lora_rank", "qk_nope_head_dim", "v_head_dim", "index_n_heads", "vocab_size")
-    counted += ("intermediate_size", "moe_intermediate_size", "n_routed_experts")
-    missing = [name for name in counted if getattr(model, name) is None]
+    missing = [name for name in _COUNTED if getattr(model, name) is None]
     if missing:
         raise ValueError(f"config must have {', '.join(missing)} to count weights, got a config without")
-    m = model
-    heads, latent = m.num_attention_heads, m.kv_lora_rank
-    moe_layers = m.num_hidden_layers - min(m.first_k_dense_replace or 0, m.num_hidden_layers)
-    expert = 3 * m.hidden_size * m.moe_intermediate_size
-    query = _FP8 * m.q_lora_rank * heads * (m.qk_nope_head_dim + m.qk_rope_head_dim)
+    hidden, q_rank, nope, value, index_heads, vocabulary, dense_width, expert_width, experts = (
+        getattr(model, name) for name in _COUNTED
+    )
+    heads, layers = model.num_attention_heads, model.num_hidden_layers
+    moe_layers = layers - min(model.first_k_dense_replace or 0, layers)
+    query = _FP8 * q_rank * heads * (nope + model.qk_rope_head_dim)
     # sglang takes the latent's projection apart when it has loaded it: bfloat16, one half on either side.
-    query += _BF16 * latent * heads * m.qk_nope_head_dim
-    output = (_FP8 * m.hidden_size + _BF16 * latent) * heads * m.v_head_dim
-    whole = _FP8 * m.hidden_size * (m.q_lora_rank + m.latent_dim)
-    indexer = _FP8 * (m.index_n_heads * INDEX_HEAD_DIM * m.q_lora_rank + m.hidden_size * INDEX_HEAD_DIM)
-    indexer += _BF16 * m.hidden_size * m.index_n_heads
-    total = m.num_hidden_layers * (whole + query * dcp_size / tp_size + output / tp_size)
-    total += len(m.indexer_layers) * indexer
-    total += (m.num_hidden_layers - moe_layers) * _FP8 * 3 * m.hidden_size * m.intermediate_size / tp_size
-    total += moe_layers * (expert_bytes * m.n_routed_experts + _FP8 * (m.n_shared_experts or 0)) * expert / tp_size
-    total += moe_layers * _BF16 * m.hidden_size * m.n_routed_experts
-    total += 2 * _BF16 * m.hidden_size * m.vocab_size / tp_size
+    query += _BF16 * model.kv_lora_rank * heads * nope
+    output = (_FP8 * hidden + _BF16 * model.kv_lora_rank) * heads * value
+    whole = _FP8 * hidden * (q_rank + model.latent_dim)
+    indexer = _FP8 * (index_heads * INDEX_HEAD_DIM * q_rank + hidden * INDEX_HEAD_DIM) + _BF16 * hidden * index_heads
+    routed = expert_bytes * experts + _FP8 * (model.n_shared_experts or 0)
+    total = layers * (whole + query * dcp_size / tp_size + output / tp_size) + len(model.indexer_layers) * indexer
+    total += (layers - moe_layers) * _FP8 * 3 * hidden * dense_width / tp_size
+    total += moe_layers * (routed * 3 * hidden * expert_width / tp_size + _BF16 * hidden * experts)
+    total += 2 * _BF16 * hidden * vocabulary / tp_size
     return total / GIB
