@@ -102,14 +102,14 @@ def plot_crossover(report: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _tick_powers(axes, values: Sequence[int], labels: Sequence[str]) -> None:
+def _tick_powers(axes: Any, values: Sequence[int], labels: Sequence[str]) -> None:
     """A logarithmic axis with a tick at each value, as people say it, and at no other."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, labels=labels)
     axes.minorticks_off()
 
 
-def _figure(path: Path):
+def _figure(path: Path) -> tuple[Any, Any]:
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"plot must end in {' or '.join(_SUFFIXES)}, got {str(path)!r}")
     try:

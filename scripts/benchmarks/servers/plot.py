@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from nsa_dcp.command_line import check_output_file
 from nsa_dcp.planning.plot_lines import short_count
@@ -134,7 +135,7 @@ def draw(lines: Sequence[Line], context: int, title: str, path: Path) -> None:
         figure.savefig(path, metadata=metadata, dpi=150)
 
 
-def _name_ends(axes, lines: Sequence[Line], highest: float, widest: int) -> float:
+def _name_ends(axes: Any, lines: Sequence[Line], highest: float, widest: int) -> float:
     """A name at each line's end, none over another, and a cross where a pool is full; returns where the names end."""
     top = 0.0
     for line in sorted(lines, key=lambda line: line.points[-1][1]):
