@@ -102,7 +102,7 @@ def test_pages_that_code_names_are_there():
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("README.md", 120), ("docs/performance.md", 60), ("docs/architecture.md", 100)]
+    ("name", "most"), [("README.md", 120), ("docs/performance.md", 60), ("docs/architecture.md", 110)]
 )
 def test_the_front_pages_stay_short(name, most):
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most
