@@ -22,6 +22,7 @@ _SERVER_FLAGS = """
     --enable-prefill-cp --cp-strategy --enable-cp-decode-attn-tp --kv-cache-dtype --reasoning-parser
     --tool-call-parser --chunked-prefill-size --max-running-requests --page-size --mem-fraction-static
     --trust-remote-code --attention-backend --dsa-prefill-backend --dsa-decode-backend --host --port
+    --nnodes --node-rank --dist-init-addr
 """
 SERVER_FLAGS = frozenset(_SERVER_FLAGS.split())
 UNCHECKED_PROGRAMS = ("pip", "git", "curl", "docker")

@@ -23,7 +23,7 @@ _INSTALL = "pip install 'nsa-dcp[cuda]', or from a checkout: pip install '.[cuda
 _PAGE_SIZE = 64
 # Indices per row that the bf16 kernel takes a multiple of.
 _BF16_WIDTH = 128
-# Rows of 64 heads, times dcp_size, below which a plan costs more than the blocks it saves (docs/performance.md).
+# Rows of 64 heads, times dcp_size, below which a plan costs more than it saves (docs/performance/kernels.md).
 _PLANNED_ROWS = 32
 # FlashMLA's scratch for packed rows is (rows + parts) * heads * 2 KiB; at 2 * parts rows a launch, 50 MiB on 132 SMs.
 

@@ -1,8 +1,8 @@
 """When packed rows are dequantised before they are attended to, and the memory that takes.
 
 Past one launch's query tokens, FlashMLA's bf16 kernel is faster than planned launches over packed rows, by more than it
-takes to dequantise every row once, as long as there are not too many rows (docs/performance.md). Layers reuse the
-memory, one after the other.
+takes to dequantise every row once, as long as there are not too many rows (docs/performance/kernels.md). Layers reuse
+the memory, one after the other.
 """
 
 from nsa_dcp_kernels.kv_format import LATENT_DIM

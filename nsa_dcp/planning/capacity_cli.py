@@ -9,6 +9,8 @@ from pathlib import Path
 
 from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
 from nsa_dcp.planning import capacity, step_model
+from nsa_dcp.planning.card_table import USUAL_REQUESTS, cards_as_dict, format_cards, most_beside, plan_cards
+from nsa_dcp.planning.checkpoints import USUAL_FRACTION
 from nsa_dcp.planning.dimensions import PRESETS, ModelDims, preset_dims, read_config
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 
@@ -16,6 +18,8 @@ _PLAN_HELP = "tokens held at each dcp size"
 _MODEL_HELP = "predicted decode step of TP, TP-DCP and CP-DCP"
 _PLAN_DTYPES = (*capacity.KV_CACHE_DTYPES, "both")
 _SERVED_PAGE_SIZE = 64
+# Of what a table of cards does not follow; the parser's own defaults.
+_PLAN_DEFAULTS = {"attn_dp_size": 1, "pp_size": 1, "index_shards": 1, "sm_count": 132, "draft_layers": 0}
 _UNSLICED = ("DeepseekV32ForCausalLM",)  # sglang slices GLM's alone: sglang_plugin/admission/cp_validation.py
 
 
@@ -26,21 +30,25 @@ def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.Argument
     parser.add_argument(
         "--gpu-memory-gib",
         type=float,
-        required=True,
         metavar="X",
-        help="memory of one GPU; the pools get X * mem-fraction-static - weights-gib, so X alone is what the pools get",
+        help="memory of one GPU; the pools get X * mem-fraction-static - weights-gib, so X alone is what they get. "
+        "Without it the answer is a table of the usual cards",
     )
-    parser.add_argument("--mem-fraction-static", type=float, default=1.0, help="sglang's flag; default 1")
     parser.add_argument(
-        "--weights-gib", type=float, default=0.0, help="static memory of one GPU beside the pools; default 0"
+        "--mem-fraction-static", type=float, help=f"sglang's flag; default 1, of the usual cards {USUAL_FRACTION}"
+    )
+    parser.add_argument(
+        "--weights-gib",
+        type=float,
+        help="static memory of one GPU beside the pools; default 0, of the usual cards as counted for a preset",
     )
     parser.add_argument(
         "--kv-cache-dtype", type=dtype_argument(_PLAN_DTYPES), metavar=dtype_metavar(_PLAN_DTYPES), default="both"
     )
     parser.add_argument("--dcp-size", type=int, action="append", help="only this dcp size; may be repeated")
     parser.add_argument("--tp-size", type=int, default=8)
-    parser.add_argument("--attn-dp-size", type=int, default=1, help="attention data-parallel shards inside tp-size")
-    parser.add_argument("--pp-size", type=int, default=1, help="pipeline stages of tp-size GPUs each; default 1")
+    parser.add_argument("--attn-dp-size", type=int, help="attention data-parallel shards inside tp-size")
+    parser.add_argument("--pp-size", type=int, help="pipeline stages of tp-size GPUs each; default 1")
     parser.add_argument(
         "--pp-layer-partition", metavar="N,N", help=f"layers of each stage, as in {PARTITION_VARIABLE}; default: even"
     )
@@ -50,11 +58,10 @@ def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.Argument
     parser.add_argument(
         "--index-shards",
         type=int,
-        default=1,
         metavar="S",
         help="split the index keys S ways; 1, the default, is what is served",
     )
-    parser.add_argument("--draft-layers", type=int, default=0, help="MTP layers kept in the pool; default 0")
+    parser.add_argument("--draft-layers", type=int, help="MTP layers kept in the pool; default 0")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--context", type=int, help="tokens of the CP-DCP gather buffer; default: the largest context")
     parser.add_argument("--chunked-prefill-size", type=int, default=8192)
@@ -64,9 +71,9 @@ def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.Argument
     parser.add_argument(
         "--speculative-num-draft-tokens", type=int, metavar="N", help="default 4 with --draft-layers, 0 without"
     )
-    parser.add_argument("--sm-count", type=int, default=132, help="132 on H100 and H200, 78 on H20")
+    parser.add_argument("--sm-count", type=int, help="132 on H100 and H200, 78 on H20")
     _add_output_arguments(parser)
-    parser.set_defaults(run=run_plan)
+    parser.set_defaults(run=run_plan, **_PLAN_DEFAULTS)
     return parser
 
 
@@ -85,35 +92,72 @@ def run_plan(args: argparse.Namespace) -> int:
                 f"context must be at most {model.max_context}, the longest of {model.name}, got {args.context}"
             )
         dtypes = capacity.KV_CACHE_DTYPES if args.kv_cache_dtype == "both" else (args.kv_cache_dtype,)
-        result = capacity.plan(
-            model,
-            gpu_memory_gib=args.gpu_memory_gib,
-            kv_cache_dtypes=dtypes,
-            mem_fraction_static=args.mem_fraction_static,
-            weights_gib=args.weights_gib,
-            tp_size=args.tp_size,
-            attn_dp_size=args.attn_dp_size,
-            pp_size=args.pp_size,
-            pp_layer_partition=args.pp_layer_partition,
-            gpus_per_node=_gpus_per_node(args),
-            dcp_sizes=args.dcp_size,
-            index_shards=args.index_shards,
-            draft_layers=args.draft_layers,
-            page_size=args.page_size,
-            context=args.context,
-            chunked_prefill_size=args.chunked_prefill_size,
-            sm_count=args.sm_count,
-            max_running_requests=args.max_running_requests,
-            draft_tokens=args.speculative_num_draft_tokens,
-        )
-        if args.plot:
-            from nsa_dcp.planning.capacity_plot import plot_capacity
-
-            plot_capacity(result, args.plot)
+        if args.gpu_memory_gib is None:
+            text = _answer_for_cards(args, model)
+        else:
+            result = _plan_one_card(args, model, dtypes)
+            text = json.dumps(result.as_dict(), indent=2) if args.json else format_plan(result)
     except (ValueError, NotImplementedError, RuntimeError, OSError) as error:
         return _refuse("plan", error)
-    print(json.dumps(result.as_dict(), indent=2) if args.json else format_plan(result))
+    print(text)
     return 0
+
+
+def _plan_one_card(args: argparse.Namespace, model: ModelDims, dtypes: tuple[str, ...]) -> capacity.Plan:
+    """The plan of one card, drawn too where `--plot` was given."""
+    result = capacity.plan(
+        model,
+        gpu_memory_gib=args.gpu_memory_gib,
+        kv_cache_dtypes=dtypes,
+        mem_fraction_static=1.0 if args.mem_fraction_static is None else args.mem_fraction_static,
+        weights_gib=args.weights_gib or 0.0,
+        tp_size=args.tp_size,
+        attn_dp_size=args.attn_dp_size,
+        pp_size=args.pp_size,
+        pp_layer_partition=args.pp_layer_partition,
+        gpus_per_node=_gpus_per_node(args),
+        dcp_sizes=args.dcp_size,
+        index_shards=args.index_shards,
+        draft_layers=args.draft_layers,
+        page_size=args.page_size,
+        context=args.context,
+        chunked_prefill_size=args.chunked_prefill_size,
+        sm_count=args.sm_count,
+        max_running_requests=args.max_running_requests,
+        draft_tokens=args.speculative_num_draft_tokens,
+    )
+    if args.plot:
+        from nsa_dcp.planning.capacity_plot import plot_capacity
+
+        plot_capacity(result, args.plot)
+    return result
+
+
+def _answer_for_cards(args: argparse.Namespace, model: ModelDims) -> str:
+    """The usual cards, a row each, as text or JSON. ValueError: an option that only one GPU's plan can follow."""
+    asked = [name for name, default in _PLAN_DEFAULTS.items() if getattr(args, name) != default]
+    unset = ("plot", "pp_layer_partition", "gpus_per_node", "speculative_num_draft_tokens")
+    asked += [name for name in unset if getattr(args, name) is not None]
+    if asked:
+        raise ValueError(
+            f"gpu_memory_gib must be given with {asked[0]}, which the table of usual cards does not follow"
+        )
+    dtype = "fp8_e4m3" if args.kv_cache_dtype == "both" else args.kv_cache_dtype
+    requests = USUAL_REQUESTS if args.max_running_requests is None else args.max_running_requests
+    rows = plan_cards(
+        model,
+        kv_cache_dtype=dtype,
+        mem_fraction_static=args.mem_fraction_static,
+        given_weights_gib=args.weights_gib,
+        dcp_sizes=args.dcp_size,
+        max_running_requests=requests,
+        tp_size=args.tp_size,
+        context=args.context,
+        chunked_prefill_size=args.chunked_prefill_size,
+    )
+    if args.json:
+        return json.dumps(cards_as_dict(model, rows), indent=2)
+    return format_cards(model, rows, kv_cache_dtype=dtype, tp_size=args.tp_size, max_running_requests=requests)
 
 
 def format_plan(result: capacity.Plan) -> str:
@@ -185,9 +229,7 @@ def _describe_shortage(result: capacity.Plan) -> list[str]:
         return []
     notes = []
     for row in result.rows:
-        buffers = row.temporary_buffers
-        needed = row.held.total + buffers.attention_scratch + buffers.gathered_q + buffers.exchange
-        needed += buffers.dequantised + row.reserved_bytes
+        needed = most_beside(row)
         if needed > result.left_bytes:
             notes.append(
                 f"{row.kv_cache_dtype} dcp {row.dcp_size}: {needed / capacity.GIB:.1f} GiB beside pools and weights at "

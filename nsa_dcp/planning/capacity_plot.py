@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nsa_dcp.planning.capacity import Plan
+from nsa_dcp.planning.plot_lines import Line, draw_lines, short_count
 
 _SUFFIXES = (".png", ".svg")
+_NAMES = {"tp": "TP", "tp_dcp": "TP-DCP", "cp_dcp": "CP-DCP"}
+# Told apart by people who see no red or green, and in print.
+_COLOURS = ("#555555", "#0b6fb8", "#c2571a", "#5b8c2a", "#8a4f9e")
 
 
 def plot_capacity(result: Plan, path: Path) -> None:
-    """Tokens per node and bytes per token over dcp size, one line per KV dtype.
+    """Tokens per node and bytes per token over dcp size, lines for each KV dtype.
 
     ValueError: the suffix is not .png or .svg. RuntimeError: matplotlib is missing.
     """
     figure, (tokens, cost) = _figure(path)
-    for kv_cache_dtype in dict.fromkeys(row.kv_cache_dtype for row in result.rows):
-        rows = [row for row in result.rows if row.kv_cache_dtype == kv_cache_dtype]
-        sizes = [row.dcp_size for row in rows]
-        tokens.plot(sizes, [row.tokens_per_node / 1e6 for row in rows], marker="o", label=kv_cache_dtype)
-        (line,) = cost.plot(
-            sizes, [row.bytes_per_token.total / 1e3 for row in rows], marker="o", label=f"{kv_cache_dtype} total"
-        )
-        cost.plot(
-            sizes,
-            [row.bytes_per_token.index_keys / 1e3 for row in rows],
-            linestyle="--",
-            color=line.get_color(),
-            label=f"{kv_cache_dtype} index keys",
-        )
-    for axes, label in ((tokens, "million tokens per node"), (cost, "kB per token per GPU")):
+    dtypes = list(dict.fromkeys(row.kv_cache_dtype for row in result.rows))
+    colours = dict(zip(dtypes, _COLOURS[1:], strict=False))
+    held, totals, index_keys = [], [], []
+    for dtype in dtypes:
+        rows = [row for row in result.rows if row.kv_cache_dtype == dtype]
+        costs = [(row.dcp_size, row.bytes_per_token) for row in rows]
+        colour = colours[dtype]
+        held.append(Line(dtype, tuple((row.dcp_size, row.tokens_per_node / 1e6) for row in rows), colour))
+        totals.append(Line(dtype, tuple((size, cost.total / 1e3) for size, cost in costs), colour, unit="total"))
+        keys = tuple((size, cost.index_keys / 1e3) for size, cost in costs)
+        index_keys.append(Line(dtype, keys, colour, "--", "index keys"))
+    sizes = sorted({row.dcp_size for row in result.rows})
+    for axes, lines, label in (
+        (tokens, held, "million tokens per node"),
+        (cost, totals + index_keys, "kB per token per GPU"),
+    ):
         axes.set_xlabel("dcp size")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(
-            sorted({row.dcp_size for row in result.rows}), labels=sorted({row.dcp_size for row in result.rows})
-        )
         axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        axes.legend()
+        draw_lines(axes, lines)
+        _tick_powers(axes, sizes, [str(size) for size in sizes])
     figure.suptitle(
         f"{result.model.name}: pools of {result.budget_bytes / (1 << 30):.1f} GiB per GPU, tp {result.tp_size}"
     )
@@ -51,48 +52,61 @@ def plot_capacity(result: Plan, path: Path) -> None:
 def plot_crossover(report: Mapping[str, Any], path: Path) -> None:
     """Crossover batch over context, and predicted step ratio to TP over batch; errors as `plot_capacity`."""
     figure, (crossover, ratio) = _figure(path)
-    names = {"tp": "TP", "tp_dcp": "TP-DCP", "cp_dcp": "CP-DCP"}
     modes = report["modes"]
-    for mode in modes[1:]:
-        points = [(entry["context"], entry[mode]) for entry in report["crossover"] if entry[mode]]
-        crossover.plot(
-            [context for context, _ in points],
-            [batch for _, batch in points],
-            marker="o",
-            label=f"{names[mode]} not slower than TP",
+    colours = dict(zip(("tp", "tp_dcp", "cp_dcp"), _COLOURS, strict=False))
+    lines = [
+        Line(
+            _NAMES[mode],
+            tuple((entry["context"], entry[mode]) for entry in report["crossover"] if entry[mode]),
+            colours[mode],
+            unit="not slower than TP",
         )
-    for mode in modes if report["capacity"] else ():
-        crossover.plot(
-            [entry["context"] for entry in report["capacity"]],
-            [entry[mode]["batch"] for entry in report["capacity"]],
-            linestyle="--",
-            label=f"{names[mode]} fits up to",
+        for mode in modes[1:]
+    ]
+    lines += [
+        Line(
+            _NAMES[mode],
+            tuple((entry["context"], entry[mode]["batch"]) for entry in report["capacity"]),
+            colours[mode],
+            "--",
+            "fits up to",
         )
-    crossover.set_xlabel("context, tokens")
-    crossover.set_xscale("log", base=2)
-    crossover.set_ylabel("batch")
+        for mode in modes
+        if report["capacity"]
+    ]
+    draw_lines(crossover, lines)
     contexts = sorted({entry["context"] for entry in report["predictions"]})
+    _tick_powers(crossover, contexts, [short_count(context) for context in contexts])
+    crossover.set_xlabel("context, tokens")
+    crossover.set_ylabel("batch")
+    steps = []
     for mode in modes[1:]:
-        for context in contexts:
+        for number, context in enumerate(contexts):
             entries = [entry for entry in report["predictions"] if entry["context"] == context]
-            ratio.plot(
-                [entry["batch"] for entry in entries],
-                [entry["step_us"][mode]["total"] / entry["step_us"]["tp"]["total"] for entry in entries],
-                marker="o",
-                linestyle="-" if mode == "tp_dcp" else ":",
-                label=f"{names[mode]}, {context:,} tokens",
+            points = tuple(
+                (entry["batch"], entry["step_us"][mode]["total"] / entry["step_us"]["tp"]["total"])
+                for entry in sorted(entries, key=lambda entry: entry["batch"])
             )
+            style = "-" if mode == "tp_dcp" else ":"
+            name = f"{_NAMES[mode]}, {short_count(context)}"
+            steps.append(Line(name, points, _COLOURS[(number + 1) % len(_COLOURS)], style))
+    draw_lines(ratio, steps)
     ratio.axhline(1.0, color="black", linewidth=0.8)
     ratio.set_xlabel("batch")
     ratio.set_ylabel("predicted step / TP's")
     for axes in (crossover, ratio):
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
     figure.suptitle(
         f"{report['model']}: predicted decode step, tp {report['setup']['tp_size']}, dcp {report['setup']['dcp_size']}"
     )
     figure.savefig(path)
+
+
+def _tick_powers(axes: Any, values: Sequence[int], labels: Sequence[str]) -> None:
+    """A logarithmic axis with a tick at each value, as people say it, and at no other."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, labels=labels)
+    axes.minorticks_off()
 
 
 def _figure(path: Path) -> tuple[Any, Any]:

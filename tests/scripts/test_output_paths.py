@@ -17,6 +17,7 @@ MISSING = "/nowhere/at/all"
         ("benchmarks.kernels.bench", ["--json", f"{MISSING}/x.json"], "--json"),
         ("benchmarks.prefill_chunk.bench", ["--json", f"{MISSING}/x.json"], "--json"),
         ("benchmarks.servers.compare_step_model", ["glm-5.2", "bench.json", "--json", f"{MISSING}/x.json"], "--json"),
+        ("benchmarks.servers.plot", ["bench.json", "--out", f"{MISSING}/x.svg"], "--out"),
         ("benchmarks.agent_traces.make_trace", ["--out", f"{MISSING}/x.json"], "--out"),
         ("served_checks.compare_answers", ["a.json", "b.json", "--rounding", "0", "--out", f"{MISSING}/x.md"], "--out"),
         ("served_checks.compare_answers", ["a", "b", "--rounding", "0", "--keep", f"{MISSING}/x.jsonl"], "--keep"),

@@ -88,7 +88,7 @@ def predict_parts(dcp_size, batch, context, slots_us, left_out):
     ],
 )
 def test_the_terms_of_one_rank_add_up_to_a_measured_step(dcp_size, batch, context, slots_us, measured_us):
-    """bench_decode's whole step in one graph, H200, 2026-11-30 (docs/performance.md)."""
+    """bench_decode's whole step in one graph, H200, 2026-11-30 (docs/performance/decode_step.md)."""
     assert predict_parts(dcp_size, batch, context, slots_us, COMMUNICATION) == pytest.approx(measured_us, rel=0.06)
 
 

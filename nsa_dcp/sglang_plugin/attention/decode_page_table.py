@@ -1,8 +1,8 @@
 """A decode graph's page table, refreshed page by page before each replay.
 
 sglang launches a program for every 128 tokens of the longest context that it admits, whatever the contexts are: 262,209
-for 64 requests at 524,288 tokens, 160 us a step on an H200 (docs/performance.md). Each of them reads every token's slot
-to write the page of one in 64. Lengths are left to sglang's kernel, which is launched for no tokens at all.
+for 64 requests at 524,288 tokens, 160 us a step on an H200 (docs/performance/kernels.md). Each of them reads every
+token's slot to write the page of one in 64. Lengths are left to sglang's kernel, launched for no tokens at all.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ import torch
 
 from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE
 
-# Measured on an H200 with this repository's top-k (docs/performance.md, "Selection and scoring"): 64 rows of 32K save
-# 70 us a layer at dcp 8, and the gather costs 10 to 15; 8 rows of 16K save 6. Longer contexts would lower this bound,
-# but are unknown when a graph is captured. A verify step's rows are counted like decode's: on Hopper sglang scores each
-# of them on its own.
+# Measured on an H200 with this repository's top-k (docs/performance/kernels.md, "Selection and scoring"): 64 rows of
+# 32K save 70 us a layer at dcp 8, and the gather costs 10 to 15; 8 rows of 16K save 6. Longer contexts would lower this
+# bound, but are unknown when a graph is captured. A verify step's rows are counted like decode's: on Hopper sglang
+# scores each of them on its own.
 MIN_ROWS = 64
 # The attribute of a step's metadata that holds whose share was selected for, the last layer that did, and by what.
 _CARRIED = "_nsa_dcp_narrowed"

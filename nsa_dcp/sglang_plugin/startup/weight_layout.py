@@ -39,7 +39,9 @@ def is_row_major(projection: Any) -> bool:
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     weight, method = getattr(projection, "weight", None), projection.quant_method
-    rows, columns = projection.output_size_per_partition, projection.input_size_per_partition
+    # A projection split along N alone has all of K, and says so where FP8 made its weights.
+    rows = projection.output_size_per_partition
+    columns = getattr(projection, "input_size_per_partition", projection.input_size)
     if weight is None or tuple(weight.shape) != (rows, columns):
         return False
     if isinstance(method, UnquantizedLinearMethod):
