@@ -38,7 +38,7 @@ test-cpu: $(STAMP)
 	@# What a rank that a test killed was writing cannot be read.
 	@rm -f .coverage.*
 	@echo 'coverage: the total, and files below 80%; what needs the real sglang is run by test-sglang and is low here'
-	@$(BIN)/coverage report --sort=cover | awk '$$NF + 0 < 80 || /^TOTAL/'
+	@$(BIN)/python -m coverage report --sort=cover | awk '$$NF + 0 < 80 || /^TOTAL/'
 
 # The real sglang brings its own torch and some 11 GB: one environment for all checkouts of this version.
 $(SGLANG_VENV)/.installed:

@@ -29,7 +29,10 @@ if importlib.util.find_spec("hypothesis"):
     import hypothesis
 
     hypothesis.settings.register_profile(
-        "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+        "untimed",
+        deadline=None,
+        # A drawn test may take a fixture that no example changes: a checkpoint, captured output.
+        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
     )
     hypothesis.settings.load_profile("untimed")
 

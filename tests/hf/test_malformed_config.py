@@ -5,7 +5,7 @@ import math
 
 import pytest
 from checkpoint_edits import check_refused
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa_dcp.cli import main
@@ -17,9 +17,7 @@ NUMBERS = st.sampled_from(
 LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, st.sampled_from(["", "2", "full", "FFSS", "\n"]), st.text())
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(), inner, max_size=3))
 # A model is built in every example.
-FUZZED = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+FUZZED = settings(max_examples=40)
 # Fields that a transformers config has beside the model's own.
 MORE = (
     *("quantization_config", "compression_config", "text_config", "index_topk_pattern", "index_topk_freq", "dtype"),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa_dcp.testing.assertions import assert_bitwise_equal
@@ -112,7 +112,7 @@ def small(monkeypatch):
         monkeypatch.setattr(kernels, name, size)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1 << 30),
     kind=st.sampled_from(KINDS),
@@ -167,7 +167,7 @@ def programs(monkeypatch):
     monkeypatch.setattr(kernels, "_PROGRAMS", kernels._PROGRAMS)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     row=st.lists(st.sampled_from([*SPECIAL.tolist(), 3e38]), min_size=1, max_size=30),
     start=st.integers(0, 30),

@@ -252,7 +252,7 @@ def test_a_rank_that_failed_before_ends_the_others(tmp_path):
     sentence = answers.get(timeout=300)
     assert sentence.startswith("nsa-dcp could not compare the settings of ranks 0-1: one of them has ended before")
     for process in processes:
-        process.join(60)
+        process.join(300)
     assert processes[1].exitcode == 3
 
 

@@ -39,7 +39,7 @@ def as_sets(selection):
 
 
 @given(requests=prefill.requests, unfused=st.booleans(), rows_per_chunk=st.sampled_from([None, 1, 2, 5]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_prefill_without_ties_is_selected_as_by_a_kernel_that_misses_nothing(
     select_all, requests, unfused, rows_per_chunk
 ):

@@ -122,7 +122,7 @@ def test_without_chunks_a_model_of_unknown_context_is_refused():
     assert judge(TP_DCP, unknown, chunked_prefill_size=-1, context_length=74_606) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from([(8, 1, 8), (8, 1, 2), (8, 2, 4), (8, 4, 2), (16, 1, 16), (16, 2, 8), (4, 1, 4), (32, 1, 32)]),
     st.sampled_from([GLM, DEEPSEEK]),

@@ -75,7 +75,7 @@ def sizes(draw):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     sizes(),
     st.sampled_from(
@@ -153,7 +153,7 @@ def test_what_is_refused_is_bounded_by_the_tightest_of_its_rows():
     assert most_requests(Sizes(context=1 << 20)) is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes())
 def test_what_is_said_not_to_be_reached_lies_past_what_is_refused(drawn):
     # Both models have at least 64 heads, and under context parallelism a rank has all of them.

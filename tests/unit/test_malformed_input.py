@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa_dcp.cli import main
@@ -57,9 +57,7 @@ LEAVES = st.one_of(
     st.none(), st.booleans(), NUMBERS, st.sampled_from(["", "2", "full", "F", "FFSS", "nan", "é", "\n"]), st.text()
 )
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(), inner, max_size=3))
-FUZZED = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+FUZZED = settings(max_examples=150)
 
 
 def check_answer(capsys, words: list[str]) -> tuple[int, str]:
