@@ -11,6 +11,10 @@ MODELS = {
     "glm-moe": "GLM with experts",
     "deepseek": "DeepSeek-V3.2",
     "deepseek-moe": "DeepSeek-V3.2 with experts",
+    "glm-fp8": "GLM in block-FP8",
+    "glm-w4afp8": "GLM in W4AFP8",
+    "deepseek-fp8": "DeepSeek-V3.2 in block-FP8",
+    "deepseek-w4afp8": "DeepSeek-V3.2 in W4AFP8",
 }
 Row = Mapping
 
@@ -37,6 +41,8 @@ def table_of(row: Row) -> str:
         return "pipelines"
     if row["checkpoint"].endswith("-moe"):
         return "experts"
+    if row["checkpoint"].endswith("fp8"):
+        return "quantised"
     if row["checkpoint"].endswith("-mtp"):
         return "drafts"
     return f"{row['checkpoint']}-{'bf16' if 'bf16' in given else 'fp8'}"
@@ -255,7 +261,7 @@ def revision_table(rows: list[Row]) -> str:
     return write_table("revision | host | date | >servers | >of them stock", cells)
 
 
-SET_TABLES = ("glm-fp8", "glm-bf16", "retracted", "deepseek-fp8", "deepseek-bf16", "drafts", "experts", "pipelines")
+SET_TABLES = ("glm-fp8", "glm-bf16", "retracted", "deepseek-fp8", "deepseek-bf16", "drafts", "experts", "quantised", "pipelines")
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "answer": answer,
     "summary": summary_table,
