@@ -1,10 +1,10 @@
-"""Exact selections, where sglang's default top-k kernels keep part of the candidates.
+"""Exact selections, where sglang's default top-k keeps part of the candidates.
 
-With `flashmla_kv` a prefill is selected by `fast_topk_transform_fused`, which keeps the first 4,096 candidates that
-share the leading bits of the threshold, and a decode step of few long contexts by top-k v2's clusters, which keep
-2,048. Long contexts have more, and then tokens with lower scores are selected instead (docs/upstream.md). `ExactTopK`
-stands where sglang's attention backend keeps its `DSATopKBackend`, so that every selection of the backend's indexers,
-whole or a rank's share, goes through it. A draft worker has a backend of its own.
+A decode step of few long contexts is selected by top-k v2's clusters, which keep 2,048 of the candidates that share the
+leading bits of the threshold. Long contexts can have more, and then tokens with lower scores are selected instead
+(docs/upstream.md). Prefill's kernel is exact, and for contexts above 64K slower. `ExactTopK` stands where sglang's
+attention backend keeps its `DSATopKBackend`, so that every selection of the backend's indexers, whole or a rank's
+share, goes through it. A draft worker has a backend of its own.
 """
 
 from __future__ import annotations
