@@ -111,6 +111,24 @@ def test_a_server_with_the_slice_starts_with_these_weights(attention):
     check_sliced_weights(torch.nn.ModuleList([attention]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_server_with_the_slice_starts_with_weights_that_are_not_quantised(publish_rank, dtype):
+    """As in a bfloat16 checkpoint: sglang's layers then lack what FP8 notes on them."""
+    from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    publish_rank(RANKS, 0, attn_cp_size=RANKS, enable_prefill_cp=True, cp_strategy="interleave")
+    layer = DeepseekV2AttentionMLA.__new__(DeepseekV2AttentionMLA)
+    torch.nn.Module.__init__(layer)
+    plain = {"bias": False, "params_dtype": dtype, "parallel_group": "attn_tp"}
+    layer.q_b_proj = ColumnParallelLinear(Q_RANK, HEADS * QK_DIM, prefix="q_b_proj", **plain)
+    layer.o_proj = RowParallelLinear(HEADS * V_DIM, HIDDEN, prefix="o_proj", **plain)
+    check_sliced_weights(torch.nn.ModuleList([layer]))
+    layer.o_proj.weight = torch.nn.Parameter(layer.o_proj.weight.data.t(), requires_grad=False)
+    with pytest.raises(RuntimeError, match="nsa-dcp needs o_proj in bfloat16"):
+        check_sliced_weights(torch.nn.ModuleList([layer]))
+
+
 def _transpose(layer):
     layer.weight = torch.nn.Parameter(layer.weight.data.t(), requires_grad=False)
 

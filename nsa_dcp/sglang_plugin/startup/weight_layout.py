@@ -39,8 +39,8 @@ def is_row_major(projection: Any) -> bool:
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     weight, method = getattr(projection, "weight", None), projection.quant_method
-    # A projection split along N alone has all of K, and says so where FP8 made its weights.
-    rows = projection.output_size_per_partition
+    # sglang notes a rank's part of the dimension that it splits alone; FP8 notes both.
+    rows = getattr(projection, "output_size_per_partition", projection.output_size)
     columns = getattr(projection, "input_size_per_partition", projection.input_size)
     if weight is None or tuple(weight.shape) != (rows, columns):
         return False
