@@ -261,7 +261,17 @@ def revision_table(rows: list[Row]) -> str:
     return write_table("revision | host | date | >servers | >of them stock", cells)
 
 
-SET_TABLES = ("glm-fp8", "glm-bf16", "retracted", "deepseek-fp8", "deepseek-bf16", "drafts", "experts", "quantised", "pipelines")
+SET_TABLES = (
+    "glm-fp8",
+    "glm-bf16",
+    "retracted",
+    "deepseek-fp8",
+    "deepseek-bf16",
+    "drafts",
+    "experts",
+    "quantised",
+    "pipelines",
+)
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "answer": answer,
     "summary": summary_table,
