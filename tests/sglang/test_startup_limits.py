@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.sglang.served_parts import make_weight_updater
+
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("registered", "on_hopper")]
 
 DCP_SIZE, HEADS = 4, 64
@@ -16,12 +18,22 @@ def start(make_rank, model_path, monkeypatch):
     """A function that builds the backend of rank 1 of 4, with a pool, a request table and arguments of one's own."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
     from sglang.srt.server_args import ServerArgs
 
-    from nsa_dcp.sglang_plugin import backend
+    from nsa_dcp.sglang_plugin.attention import backend
+    from nsa_dcp.sglang_plugin.selection import exact_topk
 
-    monkeypatch.setattr(backend, "DcpDeepseekSparseAttnBackend", lambda model_runner: "ours")
+    class Ours(str):
+        """What the factory asks of a backend that it has made."""
+
+        dsa_topk_backend = DSATopKBackend.SGL_KERNEL
+        device, dsa_index_topk = "cpu", 2048
+
+    monkeypatch.setattr(backend, "DcpDeepseekSparseAttnBackend", lambda model_runner: Ours("ours"))
+    # Tried once in test_exact_topk.py.
+    monkeypatch.setattr(exact_topk, "check_selection", lambda device, topk: None)
     monkeypatch.setattr(ATTENTION_BACKENDS["nsa"], "stock", lambda model_runner: "stock")
     made = []
 
@@ -47,6 +59,7 @@ def start(make_rank, model_path, monkeypatch):
         torch.nn.Module.__init__(attention)
         attention.dcp_size, attention.layer_id, attention.skip_topk, attention.indexer = DCP_SIZE, 0, True, None
         attention.attn_mqa_for_dcp_decode = SimpleNamespace(tp_q_head_num=HEADS)
+        model = torch.nn.ModuleList([attention])
         runner = SimpleNamespace(
             server_args=server_args,
             model_config=model_config_of(server_args),
@@ -55,7 +68,8 @@ def start(make_rank, model_path, monkeypatch):
             token_to_kv_pool_allocator=rank.allocator,
             req_to_token_pool=SimpleNamespace(req_to_token=torch.empty(requests + 1, columns, device="meta")),
             max_running_requests=requests,
-            model=torch.nn.ModuleList([attention]),
+            model=model,
+            weight_updater=make_weight_updater(lambda: model),
             prefill_attention_backend_str="nsa",
             decode_attention_backend_str="nsa",
         )
