@@ -118,6 +118,65 @@ def gather_heads(q: torch.Tensor, group: Group) -> torch.Tensor:
     return all_gather(q, group).transpose(0, 1).flatten(1, 2)
 
 
+def exchange_heads_for_rows(q: torch.Tensor, counts: list[int], group: Group) -> torch.Tensor:
+    """Give every rank all heads of its rows. All ranks must call it, also one without a row.
+
+    Args:
+        q: [T, H, D]. This rank's heads of every row: rank 0's rows first, then rank 1's, ..
+        counts: rows of each rank, the same list on every rank. They sum to T.
+        group: the DCP group.
+
+    Returns:
+        [t, N * H, D], this rank's t rows, heads in rank order.
+
+    Raises:
+        ValueError: the counts are not those of the group's ranks, or of other rows.
+    """
+    size = size_of(group)
+    own = _own_count(counts, group)
+    if q.shape[0] != sum(counts):
+        raise ValueError(f"q must have the {sum(counts)} rows of counts, got {q.shape[0]}")
+    received = _exchange_blocks(q, counts, [own] * size, group)
+    return received.view(size, own, *q.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+
+def exchange_rows_for_heads(out: torch.Tensor, counts: list[int], group: Group) -> torch.Tensor:
+    """Give every rank its heads of all rows: undoes `exchange_heads_for_rows`. All ranks must call it.
+
+    Args:
+        out: [t, N * H, D]. This rank's rows, heads in rank order.
+        counts, group: as there.
+
+    Returns:
+        [T, H, D]: rank 0's rows first, then rank 1's, ..
+
+    Raises:
+        ValueError: as there.
+    """
+    size, own = size_of(group), _own_count(counts, group)
+    if out.shape[0] != own:
+        raise ValueError(f"out must have this rank's {own} rows, got {out.shape[0]}")
+    by_head = out.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
+    return _exchange_blocks(by_head, [own] * size, counts, group)
+
+
+def _own_count(counts: list[int], group: Group) -> int:
+    if len(counts) != size_of(group) or min(counts) < 0:
+        raise ValueError(f"counts must be of {size_of(group)} ranks, each 0 or more, got {counts}")
+    return counts[rank_in(group)]
+
+
+def _exchange_blocks(
+    sent: torch.Tensor, sent_counts: list[int], received_counts: list[int], group: Group
+) -> torch.Tensor:
+    """All-to-all of blocks of rows: the next `sent_counts[n]` rows go to rank n; what comes lies in rank order."""
+    if size_of(group) == 1:
+        return sent
+    received = sent.new_empty(sum(received_counts), *sent.shape[1:])
+    dist.all_to_all_single(received, sent.contiguous(), received_counts, sent_counts, group=group)
+    return received
+
+
 def merge_heads(out: torch.Tensor, lse: torch.Tensor, group: Group, comm_backend: str) -> torch.Tensor:
     """Merge the ranks' partial results and keep this rank's heads.
 

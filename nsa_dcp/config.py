@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from nsa_dcp.cp_layout import STRATEGIES
+from nsa_dcp.planning.prefill_ways import WAYS
 from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, KV_LORA_RANK, PAGE_SIZE, QK_ROPE_HEAD_DIM
 
 MODES = ("tp", "cp")
@@ -61,6 +62,8 @@ class DcpConfig:
     cp_strategy: "interleave" or "zigzag".
     dcp_comm_backend: "a2a" or "ag_rs".
     selection: "replicated", every rank scores every query row; "row_split", 1/dcp_size of them.
+    prefill: how prompts that run head-sharded attend: "queries", every rank with its tokens to the heads of all ranks;
+        "rows", every rank with its rows to the tokens of all ranks; "auto", whichever moves fewer bytes.
     attn_dp_size: attention-data-parallel shards that the `tp_size` ranks are cut into.
     """
 
@@ -70,6 +73,7 @@ class DcpConfig:
     cp_strategy: str = "interleave"
     dcp_comm_backend: str = "a2a"
     selection: str = "row_split"
+    prefill: str = "auto"
     attn_dp_size: int = 1
     page_size: int = PAGE_SIZE
 
@@ -81,6 +85,7 @@ class DcpConfig:
         _check_choice("cp_strategy", self.cp_strategy, STRATEGIES)
         _check_choice("dcp_comm_backend", self.dcp_comm_backend, COMM_BACKENDS)
         _check_choice("selection", self.selection, SELECTIONS)
+        _check_choice("prefill", self.prefill, WAYS)
         if self.page_size != PAGE_SIZE:
             raise NotImplementedError(
                 f"page_size must be {PAGE_SIZE}, the only page FlashMLA and DeepGEMM read on Hopper, "

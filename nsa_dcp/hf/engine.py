@@ -13,6 +13,7 @@ from nsa_dcp.hf.attention import DcpAttention
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.hf.step import Extend, Step, build_step
 from nsa_dcp.layout import pages_for
+from nsa_dcp.planning.prefill_ways import LayerSizes, PrefillRule
 
 
 @dataclass
@@ -103,6 +104,7 @@ class Engine:
                 f"({str(error).splitlines()[0]})"
             ) from None
         self.allocator = PageAllocator(size, dcp)
+        self.prefill_rule = PrefillRule(self._layer_sizes(shape), ranks.config.prefill)
         for index, layer in enumerate(model.model.layers):
             layer.self_attn = DcpAttention(layer.self_attn, index, ranks, self.latents, self.index_keys)
 
@@ -118,7 +120,21 @@ class Engine:
         """
         if not extends:
             return torch.empty(0, self.model.config.vocab_size, dtype=self.model.dtype, device=self.device)
-        return self.run(build_step(extends, self.ranks, self.allocator.num_pages, self.device))
+        return self.run(build_step(extends, self.ranks, self.allocator.num_pages, self.device, self.prefill_rule))
+
+    def _layer_sizes(self, shape: ModelShape) -> LayerSizes:
+        config = self.ranks.config
+        return LayerSizes(
+            dcp_size=config.dcp_size,
+            heads=shape.num_heads // config.tp_size,
+            row_bytes=self.latents.bytes_per_row,
+            topk=shape.index_topk,
+            layers=shape.num_layers,
+            selecting_layers=len(shape.indexer_layers),
+            value_bytes=2 if self.device.type == "cuda" else self.model.dtype.itemsize,
+            comm_backend=config.dcp_comm_backend,
+            selections_travel=config.selection == "row_split",
+        )
 
     def run(self, step: Step) -> torch.Tensor:
         """Run a step that was built already. Returns: as `forward`."""
@@ -130,7 +146,7 @@ class Engine:
             step=step,
         ).last_hidden_state[0]
         if step.cp:
-            hidden = step.cp.gather_tokens(hidden, self.ranks.tp_group)
+            hidden = step.cp.gather(hidden, self.ranks.tp_group)
         return self.model.lm_head(hidden[step.last_rows])
 
     def admit(self, request: Request, max_new_tokens: int) -> bool:

@@ -15,6 +15,7 @@ from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metava
 from nsa_dcp.config import COMM_BACKENDS, KV_CACHE_DTYPES, MODES, SELECTIONS, CacheConfig, DcpConfig
 from nsa_dcp.cp_layout import STRATEGIES
 from nsa_dcp.layout import pages_for, widened_page_size
+from nsa_dcp.planning.prefill_ways import WAYS
 
 _PROGRESS_EVERY_S = 2.0
 _LONGEST_TIMEOUT_S = 86400.0
@@ -60,6 +61,13 @@ def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--max-total-tokens", type=int, help="tokens that the pool holds; default: all prompts at once")
     add("--dcp-comm-backend", choices=COMM_BACKENDS, default="a2a")
     add("--index-selection", choices=SELECTIONS, default="row_split", help="who scores which query rows")
+    add(
+        "--prefill",
+        choices=WAYS,
+        default="auto",
+        help="of head-sharded prompts: queries, heads gathered for every row; rows, pages gathered for the rows that a "
+        "rank owns; auto: whichever moves fewer bytes",
+    )
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add(
         "--dtype",
@@ -94,6 +102,7 @@ def run_generate(args: argparse.Namespace) -> int:
         cp_strategy=args.cp_strategy,
         dcp_comm_backend=args.dcp_comm_backend,
         selection=args.index_selection,
+        prefill=args.prefill,
     )
     for name in ("max_new_tokens", "chunked_prefill_size"):
         if getattr(args, name) < 1:
@@ -150,6 +159,7 @@ def run_generate(args: argparse.Namespace) -> int:
         "cp_strategy": config.cp_strategy if config.mode == "cp" else None,
         "dcp_comm_backend": config.dcp_comm_backend,
         "index_selection": config.selection,
+        "prefill": config.prefill,
         "kv_cache_dtype": args.kv_cache_dtype,
         "dtype": dtype,
         "device": args.device,

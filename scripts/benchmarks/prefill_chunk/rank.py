@@ -9,10 +9,10 @@ from dataclasses import asdict
 
 import torch
 
-from nsa_dcp.cp_dcp import localize_gathered, plan_pages
 from nsa_dcp.indexer import select_positions
 from nsa_dcp.layout import index_page_table, slots_at
 from nsa_dcp.planning.dimensions import ModelDims
+from nsa_dcp.row_prefill import localize_gathered, plan_pages
 from nsa_dcp_kernels import (
     LocalSelection,
     _flash_mla,
