@@ -185,16 +185,17 @@ def format_plan(result: capacity.Plan) -> str:
     lines += [
         "",
         "temporary buffers per GPU, MiB (beside the pools; leave room for them)",
-        "KV dtype  dcp   gathered q   attention scratch   exchange   page gather (CP-DCP)   dequantised   padding page",
+        "prefill takes by queries gathered q and exchange, by rows row exchange and page gather, in CP-DCP page gather",
+        "KV dtype  dcp  gathered q  attention scratch  exchange  row exchange  page gather  dequantised  padding page",
     ]
     mib = 1 << 20
     for row in result.rows:
         buffers = row.temporary_buffers
         lines.append(
-            f"{row.kv_cache_dtype:<9} {row.dcp_size:>3} {buffers.gathered_q / mib:>12,.0f} "
-            f"{buffers.attention_scratch / mib:>19,.0f} {buffers.exchange / mib:>10,.0f} "
-            f"{buffers.page_gather / mib:>22,.0f} {buffers.dequantised / mib:>13,.0f} "
-            f"{row.reserved_bytes / mib:>14,.1f}"
+            f"{row.kv_cache_dtype:<9} {row.dcp_size:>3} {buffers.gathered_q / mib:>11,.0f} "
+            f"{buffers.attention_scratch / mib:>18,.0f} {buffers.exchange / mib:>9,.0f} "
+            f"{buffers.row_exchange / mib:>13,.0f} {buffers.page_gather / mib:>12,.0f} "
+            f"{buffers.dequantised / mib:>12,.0f} {row.reserved_bytes / mib:>13,.1f}"
         )
     lines += _describe_held(result)
     notes = [f"dcp {row.dcp_size}: refused, {row.refusal}" for row in result.rows if row.refusal]

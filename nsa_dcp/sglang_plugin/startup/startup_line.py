@@ -60,6 +60,7 @@ def startup_line(
             "gathered_q": buffers.gathered_q,
             "attention_scratch": buffers.attention_scratch,
             "exchange": buffers.exchange,
+            "row_exchange": buffers.row_exchange,
             "page_gather": buffers.page_gather,
             "dequantised": buffers.dequantised,
         },
