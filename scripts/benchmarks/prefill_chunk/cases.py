@@ -8,7 +8,7 @@ from nsa_dcp.config import COMM_BACKENDS
 from nsa_dcp.layout import pages_for
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, ModelDims
-from nsa_dcp.planning.prefill_ways import LayerSizes
+from nsa_dcp.planning.steps.prefill_model import layer_sizes
 from nsa_dcp.planning.steps.step_inputs import StepInput, measured_inputs
 from nsa_dcp_kernels.kv_format import LATENT_BYTES, PAGE_SIZE
 
@@ -96,19 +96,6 @@ def pool_pages(dims: ModelDims, dcp_size: int, pool_gib: float) -> int:
         dcp_sizes=(dcp_size,),
     ).rows
     return row.tokens_per_gpu // PAGE_SIZE
-
-
-def layer_sizes(dims: ModelDims, dcp_size: int, comm_backend: str = "a2a") -> LayerSizes:
-    """What decides the bytes of a TP-DCP chunk: bfloat16 queries and results, a packed cache."""
-    return LayerSizes(
-        dcp_size=dcp_size,
-        heads=dims.num_attention_heads // dcp_size,
-        row_bytes=LATENT_BYTES,
-        topk=dims.index_topk,
-        layers=dims.num_hidden_layers,
-        selecting_layers=len(dims.indexer_layers),
-        comm_backend=comm_backend,
-    )
 
 
 def received_bytes(case: PrefillCase, dims: ModelDims, comm_backend: str = "a2a") -> dict[str, dict[str, int]]:
