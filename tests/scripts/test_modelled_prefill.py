@@ -1,4 +1,4 @@
-"""The table of modelled prefill layers: every chunk that fits the model, marked as modelled, and the way "auto" takes."""
+"""The table of modelled prefill layers: every chunk that fits the model, marked as modelled, and the way of "auto"."""
 
 import json
 
