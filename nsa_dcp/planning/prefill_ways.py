@@ -149,6 +149,12 @@ def most_rows(rows: int, dcp_size: int) -> int:
     return -(-rows // dcp_size)
 
 
+def block_of_rows(rows: int, dcp_size: int, dcp_rank: int) -> tuple[int, int]:
+    """Start and end of a rank's rows where shares are consecutive, and as large as the first while there are rows."""
+    most = most_rows(rows, dcp_size)
+    return min(dcp_rank * most, rows), min((dcp_rank + 1) * most, rows)
+
+
 def widened_pages(num_tokens: int, dcp_size: int) -> int:
     """Widened pages that hold `num_tokens` tokens of one request; each is one page on every rank."""
     return -(-num_tokens // (PAGE_ROWS * dcp_size))

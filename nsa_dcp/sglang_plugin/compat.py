@@ -302,6 +302,11 @@ SYMBOLS = (
         ("self", "output", "input"),
     ),
     Symbol(
+        "sglang.srt.distributed.parallel_state:GroupCoordinator.all_to_all_single",
+        "prefill by rows: heads exchanged for rows, and back",
+        ("self", "output", "input"),
+    ),
+    Symbol(
         "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather",
         "gathering heads over the DCP group, captured",
         ("self", "input_", "dim", "output_tensor_list"),

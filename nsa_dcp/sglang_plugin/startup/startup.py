@@ -6,6 +6,7 @@ sentence, and raising here stops the server before it has answered anything.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +23,14 @@ from nsa_dcp.sglang_plugin.admission.validation import (
     head_bucket,
     is_served_here,
 )
+from nsa_dcp.sglang_plugin.attention.cp_pages import buffer_bytes
 from nsa_dcp.sglang_plugin.attention.idle_steps import prepare_idle_steps_quietly
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version, require
 from nsa_dcp.sglang_plugin.selection.exact_topk import use_exact_topk
 from nsa_dcp.sglang_plugin.selection.index_key_gather import gather_index_keys_past_2_gib
 from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup.agreement import check_agreement
+from nsa_dcp.sglang_plugin.startup.row_startup import build_row_backend, gather_buffer_pages
 from nsa_dcp.sglang_plugin.startup.served_sizes import captured_requests, count_held_memory, read_sizes
 from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
 from nsa_dcp.sglang_plugin.startup.weight_updates import refuse_weight_updates
@@ -95,22 +98,36 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
         logger.info(describe_context_parallel_server(model_runner, parallel, use_exact_topk(backend)))
         return backend
 
-    from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend
-
-    select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group)
-    prepare_idle_steps_quietly(model_runner.model)
-    backend = DcpDeepseekSparseAttnBackend(model_runner)
-    logger.info(describe_server(model_runner, parallel, use_exact_topk(backend)))
+    way = settings.prefill_way or "queries"
+    backend = _build_tensor_parallel_backend(model_runner, parallel, way)
+    logger.info(describe_server(model_runner, parallel, use_exact_topk(backend), way))
     return backend
 
 
-def describe_server(model_runner: Any, parallel: Any, topk: str) -> str:
+def _build_tensor_parallel_backend(model_runner: Any, parallel: Any, way: str) -> Any:
+    from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend
+
+    prepare_idle_steps_quietly(model_runner.model)
+    if way == "queries":
+        select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group)
+        return DcpDeepseekSparseAttnBackend(model_runner)
+    backend = build_row_backend(model_runner, parallel, way)
+    if parallel.attn_tp_size == parallel.attn_dcp_size:
+        select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group, backend.count_rows)
+    else:
+        # A DCP group attends with all rows, and has selected for a part of them: selections are gathered as ever.
+        select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group)
+    return backend
+
+
+def describe_server(model_runner: Any, parallel: Any, topk: str, prefill: str = "queries") -> str:
     """Return the log line of what is served: group, heads, bytes per token, buffers of the largest prefill chunk.
 
     Args:
         model_runner: sglang's ModelRunner.
         parallel: sglang's parallel context.
         topk: what selects, of `use_exact_topk`.
+        prefill: the way of prefill.
     """
     from sglang.srt.runtime_context import get_schedule
 
@@ -129,10 +146,15 @@ def describe_server(model_runner: Any, parallel: Any, topk: str) -> str:
         dcp_size,
         local_heads=shape.kept_heads,
         rows=chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens,
-        # Nothing is gathered but queries: each rank attends to its own part of the context.
+        # By queries nothing else is gathered: each rank attends to its own part of the context.
         context=0,
         pool_rows=pool.size + pool.page_size,
     )
+    if prefill == "queries":
+        buffers = dataclasses.replace(buffers, row_exchange=0)
+    else:
+        pages = gather_buffer_pages(model_runner, parallel)
+        buffers = dataclasses.replace(buffers, page_gather=buffer_bytes(pages, dcp_size, pool.kv_buffer[0][0].nbytes))
     return startup_line(
         **shape.line_fields(),
         group_ranks=parallel.dcp_group.ranks,
@@ -141,6 +163,7 @@ def describe_server(model_runner: Any, parallel: Any, topk: str) -> str:
         buffers=buffers,
         held=count_held_memory(model_runner, parallel),
         topk=topk,
+        prefill=prefill,
     )
 
 

@@ -28,6 +28,7 @@ def startup_line(
     held: HeldMemory,
     topk: str,
     cp_strategy: str | None = None,
+    prefill: str | None = None,
 ) -> str:
     """The line.
 
@@ -41,6 +42,7 @@ def startup_line(
         held: what else lies beside the pools.
         topk: what selects: `exact`, or the name of sglang's top-k backend.
         cp_strategy: `interleave` or `zigzag` in CP-DCP.
+        prefill: `queries`, `rows` or `auto` in TP-DCP.
 
     ValueError: the group is empty.
     """
@@ -49,6 +51,7 @@ def startup_line(
     line = {
         "mode": mode,
         **({"cp_strategy": cp_strategy} if cp_strategy else {}),
+        **({"prefill": prefill} if prefill else {}),
         "dcp_size": len(group_ranks),
         "dcp_group": list(group_ranks),
         "heads": gathered_heads,
