@@ -40,7 +40,7 @@ COMPUTE = {"float32": "float32", "bf16": "float64", "fp8_e4m3": "float64"}
 
 @dataclass(frozen=True)
 class Run:
-    """A run. schedule: tokens of a chunk (5: of the short prompts); "mixed"; "shared", mixed and on a page in common."""
+    """A run. schedule: tokens of a chunk (5: of short prompts); "mixed"; "shared", mixed and on a page in common."""
 
     way: str
     schedule: int | str

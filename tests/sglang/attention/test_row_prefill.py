@@ -268,7 +268,7 @@ def test_auto_counts_pages_that_requests_share_once(make_backend):
     for shared in (3, 0):
         batch = simulation.CpBatch(2, [384] * 4, [30] * 4, shared_pages=shared, rows=1280)
         backend, told = make_backend(relayed.rank(0), way="auto", rows=1280)
-        backend._rule = dataclasses.replace(backend._rule, page_weight=(1, 2))
+        backend._rule = dataclasses.replace(backend._rule, page_weight=(1, 1))
         start(backend, batch)
         ways.append(told[0].dcp_size)
         if shared:
