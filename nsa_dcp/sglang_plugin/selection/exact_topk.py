@@ -34,28 +34,6 @@ def read_choice(environ: Mapping[str, str] = os.environ) -> str:
     return choice
 
 
-def use_exact_topk(backend: Any) -> str:
-    """Let a backend select exactly, if it would take sglang's default and the environment does not ask for that.
-
-    Args:
-        backend: ours, before it has made any metadata.
-
-    Returns:
-        What selects from now on, for the start-up line: `exact`, or the name of sglang's top-k backend.
-
-    Raises:
-        ValueError: as `read_choice`.
-        RuntimeError: the selection, tried once, is not exact.
-    """
-    choice, stock = read_choice(), backend.dsa_topk_backend
-    # Those that a user names are exact, as far as sglang hands them whole rows: they stay.
-    if choice == STOCK or not stock.is_sgl_kernel():
-        return stock.value
-    check_selection(torch.device(backend.device), backend.dsa_index_topk)
-    backend.dsa_topk_backend = ExactTopK(stock)
-    return EXACT
-
-
 class ExactTopK:
     """Stands in a backend for sglang's `DSATopKBackend.SGL_KERNEL`.
 

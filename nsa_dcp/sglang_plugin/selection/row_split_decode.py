@@ -135,24 +135,6 @@ class RowSplitDecodeSelection:
         return selection
 
 
-def split_decode_rows(model: torch.nn.Module, group: Any, broadcast_selection: Callable[[torch.Tensor], Any]) -> None:
-    """Let every indexer of a model select for this rank's share of a batch. May be called more than once.
-
-    Args:
-        model: a loaded DSA model, not a draft.
-        group: as in `RankRequests`.
-        broadcast_selection: as in `RowSplitDecodeSelection`, over that group.
-    """
-    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
-
-    share = RankRequests(group)
-    for indexer in model.modules():
-        if isinstance(indexer, Indexer) and not isinstance(indexer._get_topk_paged, RowSplitDecodeSelection):
-            indexer._get_topk_paged = RowSplitDecodeSelection(
-                indexer._get_topk_paged, share, broadcast_selection, indexer.sm_count
-            )
-
-
 def cut_evenly(numbers: slice, most: int) -> list[slice]:
     """Cut a non-empty range of numbers into the fewest pieces of at most `most`, as long as each other."""
     total = numbers.stop - numbers.start

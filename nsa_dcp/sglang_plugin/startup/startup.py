@@ -12,7 +12,7 @@ from typing import Any
 
 from nsa_dcp.planning.capacity import temporary_buffers
 from nsa_dcp.planning.dimensions import dims_from_config
-from nsa_dcp.sglang_plugin import resolution
+from nsa_dcp.sglang_plugin import patches, resolution
 from nsa_dcp.sglang_plugin.admission.rules.pool_limits import find_pool_problems, find_step_problems
 from nsa_dcp.sglang_plugin.admission.server_shape import shape_of
 from nsa_dcp.sglang_plugin.admission.validation import (
@@ -22,12 +22,9 @@ from nsa_dcp.sglang_plugin.admission.validation import (
     head_bucket,
     is_served_here,
 )
-from nsa_dcp.sglang_plugin.attention.idle_steps import prepare_idle_steps_quietly
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version, require
-from nsa_dcp.sglang_plugin.selection.exact_topk import use_exact_topk
-from nsa_dcp.sglang_plugin.selection.index_key_gather import gather_index_keys_past_2_gib
-from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup.agreement import check_agreement
+from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup.served_sizes import captured_requests, count_held_memory, read_sizes
 from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
 from nsa_dcp.sglang_plugin.startup.weight_updates import refuse_weight_updates
@@ -62,9 +59,9 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
             )
         return _stock_backend(model_runner, stock)
     if model_runner.is_draft_worker:
-        refuse_weight_updates(model_runner, settings)
         # Its index keys have the target's slots.
-        gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
+        patches.gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
+        refuse_weight_updates(model_runner, settings)
         return _stock_backend(model_runner, stock)
     resolution.check_command(settings, model, capability)
     require(
@@ -79,11 +76,11 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     _check_topology(parallel)
     _check_pool(model_runner, parallel.attn_dcp_size)
     _check_reach(model_runner, parallel)
-    gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
     _check_model(model_runner, parallel.attn_dcp_size)
     if parallel.attn_cp_size == 1:
         _check_tensor_parallel(model_runner, parallel)
     check_agreement(model_runner, parallel, settings, model)
+    patches.gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
     refuse_weight_updates(model_runner, settings)
     if parallel.attn_cp_size > 1:
         from nsa_dcp.sglang_plugin.startup.cp_startup import (
@@ -92,15 +89,19 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
         )
 
         backend = build_context_parallel_backend(model_runner, parallel)
-        logger.info(describe_context_parallel_server(model_runner, parallel, use_exact_topk(backend)))
+        patches.fill_page_tables_by_page(backend)
+        topk = patches.use_exact_topk(backend)
+        logger.info(describe_context_parallel_server(model_runner, parallel, topk))
         return backend
 
     from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend
 
     select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group)
-    prepare_idle_steps_quietly(model_runner.model)
+    patches.prepare_idle_steps_quietly(model_runner.model)
     backend = DcpDeepseekSparseAttnBackend(model_runner)
-    logger.info(describe_server(model_runner, parallel, use_exact_topk(backend)))
+    patches.fill_page_tables_by_page(backend)
+    topk = patches.use_exact_topk(backend)
+    logger.info(describe_server(model_runner, parallel, topk))
     return backend
 
 
@@ -110,7 +111,7 @@ def describe_server(model_runner: Any, parallel: Any, topk: str) -> str:
     Args:
         model_runner: sglang's ModelRunner.
         parallel: sglang's parallel context.
-        topk: what selects, of `use_exact_topk`.
+        topk: what selects, of `patches.use_exact_topk`.
     """
     from sglang.srt.runtime_context import get_schedule
 

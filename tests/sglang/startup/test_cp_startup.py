@@ -173,11 +173,11 @@ def test_what_is_not_as_expected_stops_the_server(make_runner, monkeypatch, spoi
 
 @pytest.mark.parametrize("missing", ["split", "indexer"])
 def test_a_layer_that_would_select_in_another_way_stops_the_server(make_runner, monkeypatch, missing):
-    from nsa_dcp.sglang_plugin.selection import selection_agreement
+    from nsa_dcp.sglang_plugin import patches
 
     runner = make_runner()
     if missing == "split":
-        monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, broadcast_selection: None)
+        monkeypatch.setattr(patches, "split_decode_rows", lambda model, group, broadcast_selection: None)
     else:
         runner.model[0].indexer = torch.nn.Linear(1, 1)
     with pytest.raises(RuntimeError, match="layer 0 to select by RowSplitDecodeSelection, found _get_topk_paged of"):

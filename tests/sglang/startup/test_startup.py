@@ -60,7 +60,7 @@ def build(registered, monkeypatch):
     class Ours(tuple):
         """What the factory asks of a backend that it has made; equal to ("ours", its model runner)."""
 
-        device, dsa_index_topk = "cpu", 2048
+        device, dsa_index_topk, _fused_decode_metadata = "cpu", 2048, None
 
     def make_ours(model_runner):
         from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
@@ -262,15 +262,15 @@ def break_layer(runner, monkeypatch):
 
 
 def break_prefill_split(runner, monkeypatch):
-    from nsa_dcp.sglang_plugin.selection import selection_agreement
+    from nsa_dcp.sglang_plugin import patches
 
-    monkeypatch.setattr(selection_agreement, "split_rows", lambda model, group: None)
+    monkeypatch.setattr(patches, "split_rows", lambda model, group: None)
 
 
 def break_decode_split(runner, monkeypatch):
-    from nsa_dcp.sglang_plugin.selection import selection_agreement
+    from nsa_dcp.sglang_plugin import patches
 
-    monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, broadcast_selection: None)
+    monkeypatch.setattr(patches, "split_decode_rows", lambda model, group, broadcast_selection: None)
 
 
 def break_indexer_class(runner, monkeypatch):
