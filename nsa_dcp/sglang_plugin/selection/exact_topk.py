@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nsa_dcp.planning.served_format import PAGE_SIZE
 from nsa_dcp.sglang_plugin.compat import require
 from nsa_dcp_kernels import select_slots
 
@@ -176,8 +177,8 @@ def check_selection(device: torch.device, topk: int) -> None:
         as_prefill = select_slots(
             scores, lengths, topk, row_starts=zeros, page_table=table, row_request=zeros, page_size=1
         )
-        pages = table[:, : width // 64].expand(num_rows, -1).contiguous()
-        as_decode = select_slots(scores, lengths, topk, page_table=pages, page_size=64)
+        pages = table[:, : width // PAGE_SIZE].expand(num_rows, -1).contiguous()
+        as_decode = select_slots(scores, lengths, topk, page_table=pages, page_size=PAGE_SIZE)
         for phase, selected in (("prefill", as_prefill), ("decode", as_decode)):
             require(
                 torch.equal(selected, expected),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE
+from nsa_dcp.planning.served_format import PAGE_SIZE
 
 # Measured on an H200 with this repository's top-k (docs/performance/kernels.md, "Selection and scoring"): 64 rows of
 # 32K save 70 us a layer at dcp 8, and the gather costs 10 to 15; 8 rows of 16K save 6. Longer contexts would lower this

@@ -9,13 +9,13 @@ from typing import Any
 
 from nsa_dcp.planning.capacity import temporary_buffers
 from nsa_dcp.planning.dimensions import dims_from_config
+from nsa_dcp.planning.served_format import PAGE_SIZE
 from nsa_dcp.sglang_plugin import patches
 from nsa_dcp.sglang_plugin.admission.server_shape import shape_of
-from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE
 from nsa_dcp.sglang_plugin.attention.cp_pages import buffer_bytes, buffer_pages
 from nsa_dcp.sglang_plugin.compat import require
 from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_in_decode
-from nsa_dcp.sglang_plugin.startup.served_sizes import count_held_memory
+from nsa_dcp.sglang_plugin.startup.served_sizes import count_held_memory, served_dtype
 from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
 from nsa_dcp.sglang_plugin.startup.weight_layout import check_sliced_weights
 
@@ -68,7 +68,6 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any, topk: str
 
     pool, dcp_size = model_runner.token_to_kv_pool, parallel.attn_dcp_size
     dims = dims_from_config(model_runner.model_config.hf_config.to_dict(), name="served", source="the server")
-    kv_cache_dtype = "fp8_e4m3" if pool.dsa_kv_cache_store_fp8 else "bf16"
     shape = shape_of(
         num_attention_heads=model_runner.model_config.num_attention_heads,
         attn_tp_size=parallel.attn_tp_size,
@@ -83,7 +82,7 @@ def describe_context_parallel_server(model_runner: Any, parallel: Any, topk: str
     replicated, spread = (
         temporary_buffers(
             dims,
-            kv_cache_dtype,
+            served_dtype(pool),
             dcp_size,
             local_heads=shape.kept_heads,
             rows=rows,

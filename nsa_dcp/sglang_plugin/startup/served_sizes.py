@@ -40,6 +40,11 @@ def read_sizes(model_runner: Any, parallel: Any) -> Sizes:
     )
 
 
+def served_dtype(pool: Any) -> str:
+    """The dtype of a pool's rows, as the planner and `--kv-cache-dtype` have it. `pool`: sglang's DSATokenToKVPool."""
+    return "fp8_e4m3" if pool.dsa_kv_cache_store_fp8 else "bfloat16"
+
+
 def captured_requests(model_runner: Any) -> int:
     """Requests of the largest decode graph; 0 without graphs. Args: as above."""
     from sglang.srt.arg_groups.overrides import resolving_view

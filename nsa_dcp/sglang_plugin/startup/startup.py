@@ -12,27 +12,23 @@ from typing import Any
 
 from nsa_dcp.planning.capacity import temporary_buffers
 from nsa_dcp.planning.dimensions import dims_from_config
+from nsa_dcp.planning.served_format import PAGE_SIZE, head_bucket, row_bytes
 from nsa_dcp.sglang_plugin import patches, resolution
 from nsa_dcp.sglang_plugin.admission.rules.pool_limits import find_pool_problems, find_step_problems
 from nsa_dcp.sglang_plugin.admission.server_shape import shape_of
 from nsa_dcp.sglang_plugin.admission.validation import (
-    PAGE_SIZE,
     SPARSE_BACKEND,
     describe_problems,
-    head_bucket,
     is_served_here,
 )
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version, require
 from nsa_dcp.sglang_plugin.startup.agreement import check_agreement
 from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_on_every_rank
-from nsa_dcp.sglang_plugin.startup.served_sizes import captured_requests, count_held_memory, read_sizes
+from nsa_dcp.sglang_plugin.startup.served_sizes import captured_requests, count_held_memory, read_sizes, served_dtype
 from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
 from nsa_dcp.sglang_plugin.startup.weight_updates import refuse_weight_updates
 
 logger = logging.getLogger(__name__)
-
-# Bytes of one cache row: 512 FP8 values, 4 scales and 64 bfloat16 values; or 576 bfloat16 values.
-_ROW_BYTES = {"fp8": 656, "bfloat16": 1152}
 
 
 def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
@@ -126,7 +122,7 @@ def describe_server(model_runner: Any, parallel: Any, topk: str) -> str:
     chunk = get_schedule().chunked_prefill_size
     buffers = temporary_buffers(
         dims,
-        "fp8_e4m3" if pool.dsa_kv_cache_store_fp8 else "bf16",
+        served_dtype(pool),
         dcp_size,
         local_heads=shape.kept_heads,
         rows=chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens,
@@ -185,10 +181,10 @@ def _check_pool(model_runner: Any, dcp_size: int) -> None:
     require(type(pool) is DSATokenToKVPool, "a DSATokenToKVPool", type(pool).__name__)
     require(pool.page_size == PAGE_SIZE, f"pages of {PAGE_SIZE} rows", pool.page_size)
     layout = "fp8" if pool.dsa_kv_cache_store_fp8 else "bfloat16"
-    rows = pool.kv_buffer[0]
+    rows, width = pool.kv_buffer[0], row_bytes(served_dtype(pool))
     require(
-        rows[0].nbytes == _ROW_BYTES[layout],
-        f"{layout} cache rows of {_ROW_BYTES[layout]} bytes",
+        rows[0].nbytes == width,
+        f"{layout} cache rows of {width} bytes",
         f"{rows[0].nbytes} of dtype {rows.dtype}",
     )
     require(
