@@ -155,18 +155,13 @@ class Plan:
         }
 
 
-def latent_bytes(model: ModelDims, kv_cache_dtype: str) -> int:
-    """Bytes of one cached latent row of a model. Errors: as `served_format.row_bytes`."""
-    return row_bytes(kv_cache_dtype, model.kv_lora_rank, model.qk_rope_head_dim)
-
-
 def bytes_per_token(
     model: ModelDims, kv_cache_dtype: str, dcp_size: int, *, index_shards: int = 1, draft_layers: int = 0
 ) -> TokenBytes:
     """Bytes one token costs each GPU of a DCP group of `dcp_size`. ValueError: a size is not a positive integer."""
     require_positive(dcp_size=dcp_size, index_shards=index_shards)
     require_natural(draft_layers=draft_layers)
-    latent = latent_bytes(model, kv_cache_dtype)
+    latent = row_bytes(kv_cache_dtype, model.kv_lora_rank, model.qk_rope_head_dim)
     return TokenBytes(
         latent=model.num_hidden_layers * latent / dcp_size,
         index_keys=len(model.indexer_layers) * INDEX_KEY_BYTES / index_shards,
@@ -362,11 +357,12 @@ def temporary_buffers(
     gathered_rows = math.ceil(context / (page_size * dcp_size)) * page_size * dcp_size
     dequantised = min(max(pool_rows, gathered_rows) * model.latent_dim * 2, MOST_DEQUANTISED_BYTES)
     spread = dcp_size > 1
+    bytes_of_row = row_bytes(kv_cache_dtype, model.kv_lora_rank, model.qk_rope_head_dim)
     return TemporaryBuffers(
         gathered_q=rows * gathered * model.latent_dim * 2 if spread else 0,
         attention_scratch=(launch_rows + parts) * bucket * model.kv_lora_rank * 4,
         exchange=2 * rows * gathered * (model.kv_lora_rank * 2 + 4) if spread else 0,
-        page_gather=gathered_rows * latent_bytes(model, kv_cache_dtype) if spread else 0,
+        page_gather=gathered_rows * bytes_of_row if spread else 0,
         dequantised=dequantised if spread and kv_cache_dtype == "fp8_e4m3" else 0,
     )
 

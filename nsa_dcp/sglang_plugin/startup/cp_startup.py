@@ -4,19 +4,13 @@ to it.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from nsa_dcp.planning.capacity import temporary_buffers
-from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.planning.served_format import PAGE_SIZE
 from nsa_dcp.sglang_plugin import patches
-from nsa_dcp.sglang_plugin.admission.server_shape import shape_of
-from nsa_dcp.sglang_plugin.attention.cp_pages import buffer_bytes, buffer_pages
 from nsa_dcp.sglang_plugin.compat import require
 from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_in_decode
-from nsa_dcp.sglang_plugin.startup.served_sizes import count_held_memory, served_dtype
-from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
+from nsa_dcp.sglang_plugin.startup.served_sizes import gather_buffer_pages
 from nsa_dcp.sglang_plugin.startup.weight_layout import check_sliced_weights
 
 
@@ -47,68 +41,6 @@ def build_context_parallel_backend(model_runner: Any, parallel: Any) -> Any:
         patches.patch_zigzag_strategy(get_cp_strategy())
     return CpDcpSparseAttnBackend(
         model_runner, parallel.dcp_group, parallel.dcp_comm_backend, gather_buffer_pages(model_runner, parallel)
-    )
-
-
-def gather_buffer_pages(model_runner: Any, parallel: Any) -> int:
-    """Pages of each rank that the gather buffer holds. Args: as above."""
-    return buffer_pages(
-        model_runner.model_config.context_len, model_runner.token_to_kv_pool.size, parallel.attn_dcp_size
-    )
-
-
-def describe_context_parallel_server(model_runner: Any, parallel: Any, topk: str) -> str:
-    """Return the log line of what is served.
-
-    Args:
-        model_runner, parallel: as above.
-        topk: what selects, of `patches.use_exact_topk`.
-    """
-    from sglang.srt.runtime_context import get_schedule, get_spec
-
-    pool, dcp_size = model_runner.token_to_kv_pool, parallel.attn_dcp_size
-    dims = dims_from_config(model_runner.model_config.hf_config.to_dict(), name="served", source="the server")
-    shape = shape_of(
-        num_attention_heads=model_runner.model_config.num_attention_heads,
-        attn_tp_size=parallel.attn_tp_size,
-        dcp_size=dcp_size,
-        cp_strategy=parallel.cp_strategy,
-    )
-    chunk = get_schedule().chunked_prefill_size
-    chunk = chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens
-    # What every rank works on: a decode step; and with zigzag a whole chunk, if it holds one short request.
-    decoded = model_runner.max_running_requests * (get_spec().speculative_num_draft_tokens or 1)
-    pages = gather_buffer_pages(model_runner, parallel)
-    replicated, spread = (
-        temporary_buffers(
-            dims,
-            served_dtype(pool),
-            dcp_size,
-            local_heads=shape.kept_heads,
-            rows=rows,
-            context=0,
-            pool_rows=attended_rows,
-        )
-        for rows, attended_rows in (
-            (chunk if parallel.cp_strategy == "zigzag" else decoded, pool.size + pool.page_size),
-            (-(-chunk // dcp_size), pages * dcp_size * pool.page_size),
-        )
-    )
-    return startup_line(
-        **shape.line_fields(),
-        group_ranks=parallel.dcp_group.ranks,
-        comm_backend=parallel.dcp_comm_backend,
-        pool=pool,
-        buffers=dataclasses.replace(
-            replicated,
-            attention_scratch=max(replicated.attention_scratch, spread.attention_scratch),
-            # A spread chunk exchanges no results, but merges two where its pages are gathered in parts.
-            exchange=max(replicated.exchange, spread.exchange),
-            page_gather=buffer_bytes(pages, dcp_size, pool.kv_buffer[0][0].nbytes),
-            dequantised=max(replicated.dequantised, spread.dequantised),
-        ),
-        held=count_held_memory(model_runner, parallel),
-        topk=topk,
     )
 
 
