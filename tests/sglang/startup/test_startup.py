@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.sglang.served_parts import make_weight_updater
+from tests.sglang.served_parts import make_weight_updater, record_patches
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("registered", "on_hopper")]
 
@@ -80,6 +80,21 @@ def build(registered, monkeypatch):
 @pytest.mark.parametrize("name", ["nsa", "dsa"])
 def test_dcp_on_flashmla_kv_gets_our_backend(build, runner, name):
     assert build(runner, name) == ("ours", runner)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_changes_are_made_in_the_order_in_which_patches_lists_them(build, runner, monkeypatch, draft):
+    from nsa_dcp.sglang_plugin.startup import weight_updates
+
+    runner.is_draft_worker = draft
+    # As on a server whose decode reads copies of weights.
+    monkeypatch.setattr(weight_updates, "_find_reason", lambda model, settings: "copied")
+    made, listed = record_patches(monkeypatch)
+    build(runner)
+    assert made == [name for name in listed if name in made]
+    targets = {"give_reason_against_updates", "split_rows", "split_decode_rows", "prepare_idle_steps_quietly"}
+    targets |= {"fill_page_tables_by_page", "use_exact_topk"}
+    assert set(made) == {"gather_index_keys_past_2_gib", "replace_weight_updater"} | (set() if draft else targets)
 
 
 @pytest.mark.parametrize(("changes", "copied"), [({}, "query projection"), ({"dcp_replicate_q_proj": False}, None)])
