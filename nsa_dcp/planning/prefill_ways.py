@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nsa_dcp.planning.served_format import KV_LORA_RANK, LATENT_DIM, PAGE_SIZE
+
 WAYS = ("queries", "rows", "auto")
-PAGE_ROWS = 64
-LATENT_DIM, VALUE_DIM = 576, 512
 _INDEX_BYTES = 4
 # What the choice starts from, until whole layers of both ways were timed. A byte of a page counts as 5/4: it is also
 # packed and, where it is FP8, dequantised. Below the least rows the latency of one more collective decides.
@@ -62,10 +62,10 @@ class LayerSizes:
         others, row_heads = self.dcp_size - 1, rows * self.heads
         sum_bytes = max(4, self.value_bytes)
         if self.comm_backend == "a2a":
-            partial = VALUE_DIM * self.value_bytes + sum_bytes
+            partial = KV_LORA_RANK * self.value_bytes + sum_bytes
         else:
             # Each rank's log-sum-exps of all heads, and the scaled results reduced as they are summed.
-            partial = (VALUE_DIM + self.dcp_size) * sum_bytes
+            partial = (KV_LORA_RANK + self.dcp_size) * sum_bytes
         return {
             "queries": others * row_heads * LATENT_DIM * self.value_bytes,
             "partials": others * row_heads * partial,
@@ -83,8 +83,8 @@ class LayerSizes:
         others = self.dcp_size - 1
         return {
             "queries": others * own_rows * self.heads * LATENT_DIM * self.value_bytes,
-            "pages": others * pages * PAGE_ROWS * self.row_bytes,
-            "results": (rows - own_rows) * self.heads * VALUE_DIM * self.value_bytes,
+            "pages": others * pages * PAGE_SIZE * self.row_bytes,
+            "results": (rows - own_rows) * self.heads * KV_LORA_RANK * self.value_bytes,
         }
 
 
@@ -157,4 +157,4 @@ def block_of_rows(rows: int, dcp_size: int, dcp_rank: int) -> tuple[int, int]:
 
 def widened_pages(num_tokens: int, dcp_size: int) -> int:
     """Widened pages that hold `num_tokens` tokens of one request; each is one page on every rank."""
-    return -(-num_tokens // (PAGE_ROWS * dcp_size))
+    return -(-num_tokens // (PAGE_SIZE * dcp_size))

@@ -8,13 +8,14 @@ collectives have no latency, which short chunks would notice most.
 
 from __future__ import annotations
 
-from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, ModelDims
-from nsa_dcp.planning.prefill_ways import LATENT_DIM, PAGE_ROWS, VALUE_DIM, LayerSizes, most_rows, widened_pages
+from nsa_dcp.planning.dimensions import ModelDims
+from nsa_dcp.planning.prefill_ways import LayerSizes, most_rows, widened_pages
+from nsa_dcp.planning.served_format import INDEX_HEAD_DIM, KV_LORA_RANK, LATENT_DIM, PAGE_SIZE, row_bytes
 from nsa_dcp.planning.steps.step_inputs import H200_PAGES, Table, interpolate, measured_inputs
 
 MODES = ("tp_dcp", "tp_dcp_rows", "cp_dcp")
 _MEASURED_MODEL, _MEASURED_CHUNK = "glm-5.2", 8192
-_PACKED_ROW, _BF16_BYTES = 656, 2
+_PACKED_ROW, _BF16_BYTES = row_bytes("fp8_e4m3"), 2
 # Microseconds of a mean layer's kernels by prefix, dcp size -> mode. At 4 and 2 ranks: the layers of
 # docs/performance/prefill.md less the wire that is predicted in them.
 KERNELS_SOURCE = f"a mean layer of GLM-5.2, 8,192 rows, {H200_PAGES}"
@@ -57,7 +58,7 @@ def predict_chunk(
         for mode, values in _KERNELS[dcp_size].items()
     }
     own, heads = most_rows(chunk, dcp_size), model.num_attention_heads
-    transposed = own * heads * (LATENT_DIM + VALUE_DIM) * _BF16_BYTES * 2
+    transposed = own * heads * (LATENT_DIM + KV_LORA_RANK) * _BF16_BYTES * 2
     kernels["tp_dcp_rows"] = kernels["cp_dcp"] + transposed / _TRANSPOSED_GBS / 1e3
     link = link_gbs or measured_link(model)
     moved = mean_received(model, dcp_size, chunk, prefix)
@@ -74,7 +75,7 @@ def mean_received(model: ModelDims, dcp_size: int, chunk: int, prefix: int) -> d
     return {
         "tp_dcp": by_queries["queries"] + by_queries["partials"] + selecting * by_queries["selections"],
         "tp_dcp_rows": sum(by_rows.values()),
-        "cp_dcp": others * pages * PAGE_ROWS * _PACKED_ROW
+        "cp_dcp": others * pages * PAGE_SIZE * _PACKED_ROW
         + others * own * _BF16_BYTES * (LATENT_DIM + selecting * INDEX_HEAD_DIM),
     }
 

@@ -26,7 +26,7 @@ class RowSplitSelection:
         index_topk: width of a selection.
         group: sglang's attention-TP group.
         rows_kept: from a forward's DSAMetadata the number of its rows where every rank of the group attends with those
-            that it selects for, else None.
+            that it selects for, else None. None: no forward is like that.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RowSplitSelection:
         select: Callable[..., torch.Tensor],
         index_topk: int,
         group: Any,
-        rows_kept: Callable[[Any], int | None] = lambda _: None,
+        rows_kept: Callable[[Any], int | None] | None = None,
     ) -> None:
         self.select = select
         self.index_topk = index_topk
@@ -69,7 +69,7 @@ class RowSplitSelection:
         world_size = self.group.world_size
         rows_per_rank = most_rows(num_rows, world_size)
         start, stop = block_of_rows(num_rows, world_size, self.group.rank_in_group)
-        kept = self.rows_kept(metadata.attn_metadata)
+        kept = self.rows_kept(metadata.attn_metadata) if self.rows_kept else None
         if kept not in (None, num_rows):
             raise RuntimeError(f"nsa-dcp planned a prefill by rows for {kept} rows, and selects for {num_rows}")
         part = torch.full((rows_per_rank, self.index_topk), -1, dtype=torch.int32, device=q_fp8.device)
@@ -94,21 +94,6 @@ class RowSplitSelection:
             # Rank r's part lands at row r * rows_per_rank, where its rows stand in the batch.
             self.group.all_gather_into_tensor(selection[: world_size * rows_per_rank], part)
         return selection[: q_fp8.shape[0]]
-
-
-def split_rows(model: torch.nn.Module, group: Any, rows_kept: Callable[[Any], int | None] = lambda _: None) -> None:
-    """Let every indexer of a model select for this rank's share of the rows in prefill. May be called more than once.
-
-    Args:
-        model: a loaded DSA model.
-        group: sglang's attention-TP group.
-        rows_kept: as in `RowSplitSelection`.
-    """
-    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
-
-    for indexer in model.modules():
-        if isinstance(indexer, Indexer) and not isinstance(indexer._get_topk_ragged, RowSplitSelection):
-            indexer._get_topk_ragged = RowSplitSelection(indexer._get_topk_ragged, indexer.index_topk, group, rows_kept)
 
 
 def narrow_metadata(metadata: Any, start: int, stop: int) -> Any:

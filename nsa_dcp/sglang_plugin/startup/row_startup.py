@@ -6,12 +6,14 @@ from typing import Any
 
 from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.planning.prefill_ways import LayerSizes, PrefillRule
-from nsa_dcp.sglang_plugin.attention.cp_pages import buffer_pages
+from nsa_dcp.sglang_plugin import patches
 from nsa_dcp.sglang_plugin.compat import require
+from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_on_every_rank
+from nsa_dcp.sglang_plugin.startup.served_sizes import gather_buffer_pages
 
 
 def build_row_backend(model_runner: Any, parallel: Any, way: str) -> Any:
-    """Return the backend.
+    """Return the backend, the model's selections changed as it needs them.
 
     Args:
         model_runner: sglang's ModelRunner, its model loaded, its pools built and both checked.
@@ -33,17 +35,19 @@ def build_row_backend(model_runner: Any, parallel: Any, way: str) -> Any:
     for layer in layers:
         kept = layer.num_local_heads
         require(layer.attn_mqa.tp_q_head_num == kept, f"attention with {kept} heads", layer.attn_mqa.tp_q_head_num)
-    rule = PrefillRule(_layer_sizes(model_runner, parallel), way)
-    return RowPrefillBackend(
-        model_runner, parallel.dcp_group, layers, rule, gather_buffer_pages(model_runner, parallel)
+    backend = RowPrefillBackend(
+        model_runner,
+        parallel.dcp_group,
+        layers,
+        PrefillRule(_layer_sizes(model_runner, parallel), way),
+        gather_buffer_pages(model_runner, parallel),
     )
-
-
-def gather_buffer_pages(model_runner: Any, parallel: Any) -> int:
-    """Pages of each rank that the gather buffer holds: as in CP-DCP, those of the longest request. Args: as above."""
-    return buffer_pages(
-        model_runner.model_config.context_len, model_runner.token_to_kv_pool.size, parallel.attn_dcp_size
-    )
+    # A DCP group that is a part of its attention-TP group attends with all rows, and has selected for some of them:
+    # there selections are gathered as ever.
+    whole = parallel.attn_tp_size == parallel.attn_dcp_size
+    select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group, backend.count_rows if whole else None)
+    patches.prepare_idle_steps_quietly(model_runner.model)
+    return backend
 
 
 def _layer_sizes(model_runner: Any, parallel: Any) -> LayerSizes:
