@@ -11,6 +11,7 @@ import inspect
 from typing import Any
 
 from nsa_dcp.sglang_plugin.lifetime_symbols import LIFETIME_SYMBOLS, Symbol
+from nsa_dcp.sglang_plugin.row_symbols import ROW_SYMBOLS
 from nsa_dcp.sglang_plugin.topk_symbols import TOPK_SYMBOLS
 
 SGLANG_VERSION = "0.5.23"
@@ -98,6 +99,7 @@ SYMBOLS = (
         ("seq_lens", "static_threshold", "out"),
     ),
     *TOPK_SYMBOLS,
+    *ROW_SYMBOLS,
     Symbol(
         f"{_ATTENTION}.dsa.dsa_indexer_metadata:DSAIndexerMetadata",
         "narrowed to a rank's rows for that: a field that we do not know would stay the whole batch's",
@@ -299,11 +301,6 @@ SYMBOLS = (
     Symbol(
         "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_into_tensor",
         "gathering pages over the DCP group, and selections over the group that shares them, captured",
-        ("self", "output", "input"),
-    ),
-    Symbol(
-        "sglang.srt.distributed.parallel_state:GroupCoordinator.all_to_all_single",
-        "prefill by rows: heads exchanged for rows, and back",
         ("self", "output", "input"),
     ),
     Symbol(

@@ -12,12 +12,12 @@ what they rely on has been checked:
 4. TP-DCP: `split_rows`; both: `split_decode_rows`; TP-DCP: `prepare_idle_steps_quietly`
 5. CP-DCP with zigzag: `patch_zigzag_strategy`
 6. the backend that sglang's constructor and ours have made: `fill_page_tables_by_page`, `use_exact_topk`
+7. TP-DCP whose prefills may go by rows, before each forward: `tell_layers_of_dcp`
 
 Each may be made more than once. docs/upstream.md has a row for each, with what would make it unnecessary. Beside these
-our backends override methods of sglang's class (`attention.backend`, `attention.cp_backend`), one of them sets the
-layers' `dcp_size` before each forward (`attention.row_backend`), open arguments are chosen through sglang's own
-`declare_resolution` (`resolution`), and what a forward prepares is carried by its own tensors and metadata, as
-attributes `_nsa_dcp_*` that go with them.
+our backends override methods of sglang's class (`attention.backend`, `attention.row_backend`, `attention.cp_backend`),
+open arguments are chosen through sglang's own `declare_resolution` (`resolution`), and what a forward prepares is
+carried by its own tensors and metadata, as attributes `_nsa_dcp_*` that go with them.
 
 What stands in sglang's places is imported where it is put there: every process of sglang loads this module, and would
 go on without the plugin where an import fails.
@@ -26,7 +26,7 @@ go on without the plugin where an import fails.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nsa_dcp.sglang_plugin.compat import require
@@ -227,3 +227,14 @@ def use_exact_topk(backend: Any) -> str:
     exact_topk.check_selection(torch.device(backend.device), backend.dsa_index_topk)
     backend.dsa_topk_backend = exact_topk.ExactTopK(stock)
     return exact_topk.EXACT
+
+
+def tell_layers_of_dcp(layers: Sequence[Any], dcp_size: int) -> None:
+    """Tell attention layers over how many ranks the next forward runs DCP: with 1 the backend does it all.
+
+    Args:
+        layers: sglang's DeepseekV2AttentionMLA.
+        dcp_size: 1, or the group's.
+    """
+    for layer in layers:
+        layer.dcp_size = dcp_size

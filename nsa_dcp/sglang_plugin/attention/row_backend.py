@@ -9,7 +9,7 @@ layer that was told wrongly has another number of heads than the backend wants, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,14 +30,19 @@ class RowPrefillBackend(DcpDeepseekSparseAttnBackend):
     """By queries as its parent; by rows in the prefills that its rule sends that way."""
 
     def __init__(
-        self, model_runner: Any, group: Any, layers: Sequence[Any], rule: PrefillRule, buffer_pages: int
+        self,
+        model_runner: Any,
+        group: Any,
+        tell_layers: Callable[[int], None],
+        rule: PrefillRule,
+        buffer_pages: int,
     ) -> None:
         """Make the backend, run the kernel once, and allocate the gather buffer.
 
         Args:
             model_runner: sglang's ModelRunner, not a draft's.
             group: sglang's DCP group.
-            layers: the model's attention layers, whose `dcp_size` this backend sets from now on.
+            tell_layers: tells the model's attention layers over how many ranks the next forward runs DCP.
             rule: which prefills go by rows.
             buffer_pages: pages of each rank that the gather buffer holds.
 
@@ -45,7 +50,7 @@ class RowPrefillBackend(DcpDeepseekSparseAttnBackend):
             RuntimeError: as the kernel's trial.
         """
         super().__init__(model_runner)
-        self._group, self._layers, self._rule = group, tuple(layers), rule
+        self._group, self._tell_layers, self._rule = group, tell_layers, rule
         first_layer = self.token_to_kv_pool.get_key_buffer(self.token_to_kv_pool.start_layer)
         self._buffer = PageBuffer(cache_rows(first_layer), buffer_pages, group)
 
@@ -108,10 +113,6 @@ class RowPrefillBackend(DcpDeepseekSparseAttnBackend):
         if not num_rows or not self._rule.goes_by_rows(extend_lens, context_lens, count_pages):
             return None
         return plan_own_rows(num_rows, self._group, list_pages())
-
-    def _tell_layers(self, dcp_size: int) -> None:
-        for layer in self._layers:
-            layer.dcp_size = dcp_size
 
     def _forward_flashmla_kv(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from nsa_dcp.planning.dimensions import dims_from_config
@@ -38,7 +39,7 @@ def build_row_backend(model_runner: Any, parallel: Any, way: str) -> Any:
     backend = RowPrefillBackend(
         model_runner,
         parallel.dcp_group,
-        layers,
+        functools.partial(patches.tell_layers_of_dcp, layers),
         PrefillRule(_layer_sizes(model_runner, parallel), way),
         gather_buffer_pages(model_runner, parallel),
     )

@@ -5,6 +5,7 @@ prefill by rows leaves behind must not reach the next step.
 """
 
 import contextlib
+import functools
 import math
 
 import pytest
@@ -100,13 +101,15 @@ def merged(monkeypatch):
 
 
 def make_backend(make_cp_runner, group, attention, way):
+    from nsa_dcp.sglang_plugin import patches
     from nsa_dcp.sglang_plugin.attention.row_backend import RowPrefillBackend
 
     size = group.world_size
     sizes = LayerSizes(dcp_size=size, heads=HEADS // size, row_bytes=656, topk=TOPK, layers=1, selecting_layers=1)
     runner = make_cp_runner(group, context_parallel=False)
     layer = attention(group.rank_in_group, size)
-    return RowPrefillBackend(runner, group, [layer[0]], PrefillRule(sizes, way), 64), layer
+    tell = functools.partial(patches.tell_layers_of_dcp, [layer[0]])
+    return RowPrefillBackend(runner, group, tell, PrefillRule(sizes, way), 64), layer
 
 
 def run_rank(backend, layer, batch, padding, way):

@@ -27,6 +27,7 @@ MIXES = {
 @pytest.fixture
 def make_backend(make_cp_runner):
     """A function that builds one rank's backend and the layers that it tells."""
+    from nsa_dcp.sglang_plugin import patches
     from nsa_dcp.sglang_plugin.attention.row_backend import RowPrefillBackend
 
     def build(group, way="rows", kv_format="fp8", buffer_pages=64, least_rows=1, rows=640):
@@ -41,7 +42,8 @@ def make_backend(make_cp_runner):
         )
         layers = [SimpleNamespace(dcp_size=group.world_size) for _ in range(3)]
         rule = PrefillRule(sizes, way, least_rows=least_rows)
-        return RowPrefillBackend(runner, group, layers, rule, buffer_pages), layers
+        tell = functools.partial(patches.tell_layers_of_dcp, layers)
+        return RowPrefillBackend(runner, group, tell, rule, buffer_pages), layers
 
     return build
 

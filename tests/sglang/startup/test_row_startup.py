@@ -33,6 +33,7 @@ def made(row_backend, monkeypatch, runner, build):
         return SimpleNamespace(
             device="cpu",
             dsa_index_topk=2048,
+            _fused_decode_metadata=SimpleNamespace(),
             dsa_topk_backend=DSATopKBackend.SGL_KERNEL,
             count_rows=lambda metadata: metadata.rows,
         )
@@ -61,7 +62,7 @@ def test_prefills_go_by_queries_unless_asked(made, build, runner, monkeypatch, c
     served = log_line(caplog)
     assert served["prefill"] == "queries"
     assert served["buffer_budget_bytes"]["page_gather"] == served["buffer_budget_bytes"]["row_exchange"] == 0
-    assert runner.model[0].indexer._get_topk_ragged.rows_kept(SimpleNamespace(rows=9)) is None
+    assert runner.model[0].indexer._get_topk_ragged.rows_kept is None
 
 
 @pytest.mark.parametrize("asked", ["rows", "auto"])
@@ -71,9 +72,11 @@ def test_prefills_go_by_rows_where_asked(made, build, runner, monkeypatch, caplo
     monkeypatch.setenv("NSA_DCP_PREFILL", asked)
     with caplog.at_level("INFO", logger="nsa_dcp"):
         build(runner)
-    ((model_runner, group, layers, rule, pages),) = made
+    ((model_runner, group, tell_layers, rule, pages),) = made
     assert model_runner is runner and group is get_parallel().dcp_group
-    assert [*layers] == [*runner.model]
+    for dcp_size in (1, SIZE):
+        tell_layers(dcp_size)
+        assert [layer.dcp_size for layer in runner.model] == [dcp_size]
     sizes = rule.sizes
     assert (rule.way, sizes.dcp_size, sizes.heads, sizes.topk) == (asked, SIZE, HEADS // SIZE, 2048)
     assert sizes.row_bytes == runner.token_to_kv_pool.kv_buffer[0][0].nbytes
