@@ -134,7 +134,7 @@ def test_ownership_can_be_told_from_a_position_or_from_its_slot(data, dcp_size):
         for rows, length in (localize_topk(of_both, dcp_size, rank) for rank in range(dcp_size))
     ]
     assert sorted(len(rows) for rows in held) == [0] * (dcp_size - 1) + [2]
-    (of_position, of_slot) = max(held, key=len)
+    of_position, of_slot = max(held, key=len)
     # A widened page is one page of 64 rows on every rank.
     assert of_slot == pages[position // page] * 64 + of_position % 64
     assert of_position // 64 == position // page
