@@ -2,13 +2,9 @@
 
 from dataclasses import dataclass
 
-from nsa_dcp.cp_layout import STRATEGIES
+from nsa_dcp.choices import COMM_BACKENDS, CP_STRATEGIES, KV_CACHE_DTYPES, MODES, SELECTIONS
 from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, KV_LORA_RANK, PAGE_SIZE, QK_ROPE_HEAD_DIM
 
-MODES = ("tp", "cp")
-COMM_BACKENDS = ("ag_rs", "a2a")
-SELECTIONS = ("replicated", "row_split")
-KV_CACHE_DTYPES = ("float32", "bf16", "fp8_e4m3")
 MAX_GATHERED_HEADS = 128
 _MOST_RANKS = 1024  # that a refusal suggests
 ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
@@ -75,7 +71,7 @@ class DcpConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         _check_choice("mode", self.mode, MODES)
-        _check_choice("cp_strategy", self.cp_strategy, STRATEGIES)
+        _check_choice("cp_strategy", self.cp_strategy, CP_STRATEGIES)
         _check_choice("dcp_comm_backend", self.dcp_comm_backend, COMM_BACKENDS)
         _check_choice("selection", self.selection, SELECTIONS)
         if self.tp_size % self.dcp_size:

@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nsa_dcp.choices import COMM_BACKENDS
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import ModelDims
 from nsa_dcp.planning.step_inputs import StepInput, interpolate, measured_inputs, override_inputs
 from nsa_dcp.planning.weight_reads import WeightSizes, count_weight_bytes, weight_sizes
 
 __all__ = [
-    "COMM_BACKENDS",
     "MAX_BATCH",
     "MODES",
     "DecodeSetup",
@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 MODES = ("tp", "tp_dcp", "cp_dcp")
-COMM_BACKENDS = ("a2a", "ag_rs")
 _TERMS = (
     *("attention", "pad_heads", "localize", "gather_q", "arrange_heads", "exchange", "combine"),
     *("selection", "join_scores", "gather_selection", "cache_writes", "page_table", "weights", "all_reduce", "other"),

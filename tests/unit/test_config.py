@@ -63,7 +63,7 @@ def refusal(message):
         pytest.param(
             {"dcp_comm_backend": "nccl"},
             ValueError,
-            "dcp_comm_backend must be one of ag_rs, a2a, got 'nccl'",
+            "dcp_comm_backend must be one of a2a, ag_rs, got 'nccl'",
             id="comm-backend",
         ),
         pytest.param(

@@ -7,6 +7,7 @@ imported.
 
 from __future__ import annotations
 
+from nsa_dcp.choices import COMM_BACKENDS
 from nsa_dcp.sglang_plugin.admission.advice import Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.chunk_rules import find_chunk_problems
 from nsa_dcp.sglang_plugin.admission.cp_validation import SLICED_ARCHITECTURES
@@ -21,7 +22,6 @@ DSA_ATTENTION_BACKENDS = ("dsa", "nsa")
 SPARSE_BACKEND = "flashmla_kv"
 HOPPER = (9, 0)
 KV_CACHE_DTYPES = ("fp8_e4m3", "bfloat16")
-COMM_BACKENDS = ("a2a", "ag_rs")
 ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
 SPECULATIVE_ALGORITHMS = ("EAGLE", "NEXTN")
 PAGE_SIZE = 64
