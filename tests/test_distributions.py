@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import nsa_dcp
+from nsa_dcp.sglang_plugin.admission.reading.launch_parser import TABLE
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"nsa_dcp": ROOT / "nsa_dcp", "nsa_dcp_kernels": ROOT / "kernels" / "nsa_dcp_kernels"}
@@ -77,7 +78,7 @@ def test_the_wheel_has_both_packages_with_their_data_and_nothing_else(wheel):
     }
     data = {name for name in installed if not name.endswith(".py")}
     assert {f"{package}/py.typed" for package in PACKAGES} <= data
-    assert "nsa_dcp/sglang_plugin/admission/launch_flags.json" in data
+    assert f"nsa_dcp/{TABLE.relative_to(PACKAGES['nsa_dcp']).as_posix()}" in data
 
 
 def test_the_wheel_installs_the_command_and_the_plugin(wheel):
