@@ -23,13 +23,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from nsa_dcp.planning.budget import GIB, budget_bytes, require_natural, require_positive
-from nsa_dcp.planning.dimensions import ModelDims
+from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, QUANT_TILE, ModelDims
 from nsa_dcp.planning.held_memory import HeldMemory, default_requests, held_memory, request_table_columns
 from nsa_dcp.planning.limits import Sizes, largest_pool
 from nsa_dcp.planning.pipelines import describe_waiting_stage, split_layers, stage_dims, suggest_partition
-from nsa_dcp.planning.row_format import HEAD_BUCKETS, INDEX_KEY_BYTES, QUANT_TILE
 
+INDEX_KEY_BYTES = INDEX_HEAD_DIM + INDEX_HEAD_DIM // QUANT_TILE * 4  # fp8 values and one float32 scale
 KV_CACHE_DTYPES = ("fp8_e4m3", "bf16")
+HEAD_BUCKETS = (64, 128)  # the head counts FlashMLA's sparse kernels are compiled for
 # nsa_dcp_kernels attends to packed rows instead of dequantising more than this.
 MOST_DEQUANTISED_BYTES = 1 << 30
 

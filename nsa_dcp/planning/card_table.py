@@ -9,7 +9,7 @@ from nsa_dcp.planning import capacity
 from nsa_dcp.planning.budget import GIB, budget_bytes, require_positive
 from nsa_dcp.planning.checkpoints import CARDS, CHECKPOINTS, USUAL_FRACTION, Checkpoint, weights_gib
 from nsa_dcp.planning.dimensions import ModelDims
-from nsa_dcp.planning.row_format import PAGE_ROWS
+from nsa_dcp.planning.limits import PAGE_ROWS
 
 # As many as the largest decode graph that sglang captures for these cards holds.
 USUAL_REQUESTS = 512

@@ -22,8 +22,9 @@ from nsa_dcp.planning.config_fields import (
     read_json_object,
     shown,
 )
-from nsa_dcp.planning.row_format import INDEX_HEAD_DIM, QUANT_TILE
 
+INDEX_HEAD_DIM = 128
+QUANT_TILE = 128
 _GLM = "GlmMoeDsaForCausalLM"
 
 

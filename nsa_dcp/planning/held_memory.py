@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from nsa_dcp.planning.limits import LIMITS, Sizes
-from nsa_dcp.planning.row_format import INDEX_KEY_BYTES, KV_LORA_RANK, PAGE_ROWS, QK_ROPE_HEAD_DIM, padded_heads
+from nsa_dcp.planning.limits import LIMITS, PAGE_ROWS, Sizes
 
 _INT, _FLOAT, _BF16 = 4, 4, 2
+_LATENT, _ROPE = 512, 64
+_INDEX_KEY_BYTES = 132
 _PARTS = 132
 # sglang's --max-running-requests where none is given, for pools that hold few of the longest contexts, and its most.
 DEFAULT_REQUESTS, MOST_DEFAULT_REQUESTS = 2_048, 4_096
@@ -105,7 +106,7 @@ def held_memory(sizes: Sizes, *, longest: int, captured: int = DEFAULT_CAPTURED,
     eager_rows = eager * max(draft_tokens, 1)
     attended_rows = max(sizes.rank_rows, sizes.unspread_rows)
     reached = next(limit for limit in LIMITS if limit.name == "query concatenation").holds(sizes)
-    bucket = padded_heads(sizes.local_heads)
+    bucket = 64 if sizes.local_heads <= 64 else 128
     draft_rows = sizes.rank_rows if draft_tokens else 0
     return HeldMemory(
         request_table=(sizes.requests + 1) * sizes.context * _INT,
@@ -120,16 +121,11 @@ def held_memory(sizes: Sizes, *, longest: int, captured: int = DEFAULT_CAPTURED,
             else 0
         ),
         eager_decode=eager_rows * longest * (_INT + _scores(eager_rows)),
-        joined_queries=attended_rows
-        * sizes.attended_heads
-        * (KV_LORA_RANK + QK_ROPE_HEAD_DIM)
-        * _BF16
-        * (1 if reached else 2),
+        joined_queries=attended_rows * sizes.attended_heads * (_LATENT + _ROPE) * _BF16 * (1 if reached else 2),
         selections=3 * attended_rows * sizes.index_topk * _INT,
-        gathered_index_keys=longest * INDEX_KEY_BYTES,
+        gathered_index_keys=longest * _INDEX_KEY_BYTES,
         draft_prefill=(
-            (draft_rows + _PARTS) * bucket * KV_LORA_RANK * _FLOAT
-            + draft_rows * bucket * (2 * KV_LORA_RANK + QK_ROPE_HEAD_DIM) * _BF16
+            (draft_rows + _PARTS) * bucket * _LATENT * _FLOAT + draft_rows * bucket * (2 * _LATENT + _ROPE) * _BF16
             if draft_tokens
             else 0
         ),

@@ -19,19 +19,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nsa_dcp.planning.row_format import (
-    INDEX_HEAD_DIM,
-    INDEX_KEY_BYTES,
-    KV_LORA_RANK,
-    PAGE_ROWS,
-    QK_ROPE_HEAD_DIM,
-    padded_heads,
-)
-
 INT32_MAX = 2**31 - 1
-_INDEX_PAGE_BYTES = PAGE_ROWS * INDEX_KEY_BYTES
+# The step of --chunked-prefill-size, and rows of a page of one rank.
+PAGE_ROWS = 64
+_INDEX_PAGE_BYTES = PAGE_ROWS * (128 + 4)
+_LATENT, _ROPE = 512, 64
 # Of a token and head in sglang's exchange, in units of bfloat16: the result and a float32 log-sum-exp.
-_PARTIAL_VALUES = KV_LORA_RANK + 2
+_PARTIAL_VALUES = _LATENT + 2
+_INDEX_HEAD_DIM = 128
 # Parts of FlashMLA's schedule on the largest Hopper GPU, at 64 heads; at 128 there are half as many.
 _MOST_PARTS = 132
 
@@ -150,10 +145,14 @@ def _draft_rows(sizes: Sizes) -> int:
     return sizes.rank_rows if sizes.draft else 0
 
 
+def _bucket(heads: int) -> int:
+    return 64 if heads <= 64 else 128
+
+
 def _split_results(sizes: Sizes) -> int:
-    bucket = padded_heads(sizes.local_heads)
+    bucket = _bucket(sizes.local_heads)
     rows = _draft_rows(sizes)
-    return (rows + _MOST_PARTS // (bucket // 64)) * bucket * KV_LORA_RANK if rows else 0
+    return (rows + _MOST_PARTS // (bucket // 64)) * bucket * _LATENT if rows else 0
 
 
 LIMITS = (
@@ -164,9 +163,9 @@ LIMITS = (
         "gather of heads, rows * 512 after the absorbed projection",
         size="rows",
         product=lambda s: (
-            (s.attended_heads - 1) * max(s.rank_rows, s.unspread_rows) * KV_LORA_RANK
+            (s.attended_heads - 1) * max(s.rank_rows, s.unspread_rows) * _LATENT
             if s.spread
-            else (s.attended_heads - 1) * s.rows * (KV_LORA_RANK + QK_ROPE_HEAD_DIM)
+            else (s.attended_heads - 1) * s.rows * (_LATENT + _ROPE)
         ),
         answer=Answer.REMOVED,
         how="sglang_plugin/attention/query_layout.py joins the two parts by torch past it",
@@ -176,7 +175,7 @@ LIMITS = (
         kernel="concat_mla_absorb_q_kernel",
         source="as above, in sglang's own backend: this rank's heads, a stride of rows * 512",
         size="rows",
-        product=lambda s: max(s.local_heads - 1, 0) * _draft_rows(s) * KV_LORA_RANK,
+        product=lambda s: max(s.local_heads - 1, 0) * _draft_rows(s) * _LATENT,
         answer=Answer.REFUSED,
         how="sglang_plugin/admission/rules/chunk_rules.py",
     ),
@@ -223,7 +222,7 @@ LIMITS = (
         kernel="_act_quant_kernel",
         source="kernels/ops/quantization/act_quant_triton.py: rows[:, None] * N, rows and heads flattened (CP-DCP)",
         size="rows",
-        product=lambda s: max(s.rank_rows, s.unspread_rows) * s.index_heads * INDEX_HEAD_DIM if s.spread else 0,
+        product=lambda s: max(s.rank_rows, s.unspread_rows) * s.index_heads * _INDEX_HEAD_DIM if s.spread else 0,
         answer=Answer.NOT_REACHED,
         how="past the merge",
     ),
@@ -242,7 +241,7 @@ LIMITS = (
         kernel="set_mla_kv_buffer_kernel",
         source="kernels/ops/kvcache/mla_buffer.py: pid_loc * nope_stride, a slice of the fused down-projection",
         size="rows",
-        product=lambda s: s.rows * (s.q_lora_rank + KV_LORA_RANK + QK_ROPE_HEAD_DIM),
+        product=lambda s: s.rows * (s.q_lora_rank + _LATENT + _ROPE),
         answer=Answer.NOT_REACHED,
         how="past the hidden states; on Hopper the writer is set_mla_kv_buffer.cuh, int64",
     ),

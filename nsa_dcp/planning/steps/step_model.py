@@ -20,7 +20,6 @@ from typing import Any
 from nsa_dcp.choices import COMM_BACKENDS
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import ModelDims
-from nsa_dcp.planning.row_format import padded_heads
 from nsa_dcp.planning.steps.step_inputs import StepInput, interpolate, measured_inputs, override_inputs
 from nsa_dcp.planning.steps.weight_reads import count_weight_bytes
 from nsa_dcp.planning.weight_counts import WeightCounts, count_weights
@@ -281,7 +280,7 @@ def _pool_tokens(model: ModelDims, setup: DecodeSetup, gpu_memory_gib: float, kv
 
 def _attend_planned(values: _Values, heads: int, batch: int, valid: float) -> float:
     """Attention over `valid` indices a row on average, between what was measured; over fewer, as over 256."""
-    padded, launches = padded_heads(heads), 1
+    padded, launches = _padded(heads), 1
     if padded == 128:
         launches = -(-batch // _ROWS_PER_LAUNCH_128)
     prefix = f"attend_{padded}_valid_"
@@ -294,8 +293,12 @@ def _attend_planned(values: _Values, heads: int, batch: int, valid: float) -> fl
 
 def _pad_heads(table: Mapping[float, float], heads: int, batch: int) -> float:
     """Padding queries to the heads that the kernel has."""
-    padded = padded_heads(heads)
+    padded = _padded(heads)
     return 0.0 if heads == padded else interpolate(table, batch * padded // 64, extend=True)
+
+
+def _padded(heads: int) -> int:
+    return 64 if heads <= 64 else 128
 
 
 def _select(values: _Values, rows: int, context: int) -> float:

@@ -8,7 +8,6 @@ imported.
 from __future__ import annotations
 
 from nsa_dcp.choices import COMM_BACKENDS
-from nsa_dcp.planning.row_format import HEAD_BUCKETS, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from nsa_dcp.sglang_plugin.admission.advice import Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.rules.chunk_rules import find_chunk_problems
 from nsa_dcp.sglang_plugin.admission.rules.cp_validation import SLICED_ARCHITECTURES
@@ -26,6 +25,10 @@ KV_CACHE_DTYPES = ("fp8_e4m3", "bfloat16")
 ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
 SPECULATIVE_ALGORITHMS = ("EAGLE", "NEXTN")
 PAGE_SIZE = 64
+# FlashMLA's sparse decode kernel is compiled for these query-head counts.
+HEAD_BUCKETS = (64, 128)
+# What the packed cache row and the kernels are laid out for.
+KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
 _BACKEND_OF_A_PHASE = ("--prefill-attention-backend", "--decode-attention-backend")
 _WITHOUT_DCP = advise(use("--dcp-size 1", said="serve this checkpoint with --dcp-size 1"))
 # Algorithms are typed with the three numbers, because sglang takes all or none of them.

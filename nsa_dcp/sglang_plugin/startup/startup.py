@@ -31,12 +31,11 @@ from nsa_dcp.sglang_plugin.startup.agreement import check_agreement
 from nsa_dcp.sglang_plugin.startup.served_sizes import captured_requests, count_held_memory, read_sizes
 from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
 from nsa_dcp.sglang_plugin.startup.weight_updates import refuse_weight_updates
-from nsa_dcp_kernels.kv_format import LATENT_BYTES, LATENT_DIM
 
 logger = logging.getLogger(__name__)
 
 # Bytes of one cache row: 512 FP8 values, 4 scales and 64 bfloat16 values; or 576 bfloat16 values.
-_ROW_BYTES = {"fp8": LATENT_BYTES, "bfloat16": LATENT_DIM * 2}
+_ROW_BYTES = {"fp8": 656, "bfloat16": 1152}
 
 
 def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:

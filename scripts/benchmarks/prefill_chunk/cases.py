@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from nsa_dcp.choices import COMM_BACKENDS
 from nsa_dcp.layout import pages_for
 from nsa_dcp.planning.capacity import plan
-from nsa_dcp.planning.dimensions import ModelDims
+from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, ModelDims
 from nsa_dcp.planning.steps.step_inputs import StepInput, measured_inputs
-from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, LATENT_BYTES, PAGE_SIZE
+from nsa_dcp_kernels.kv_format import LATENT_BYTES, PAGE_SIZE
 
 MODES = {"tp_dcp": "TP-DCP", "cp_dcp": "CP-DCP"}
 # Parts and messages of the layers that own an indexer; the others reuse what these made.

@@ -6,8 +6,7 @@ chunks that is the longest prompt.
 
 from __future__ import annotations
 
-from nsa_dcp.planning.limits import Limit, Sizes, largest_chunk
-from nsa_dcp.planning.row_format import PAGE_ROWS
+from nsa_dcp.planning.limits import PAGE_ROWS, Limit, Sizes, largest_chunk
 from nsa_dcp.sglang_plugin.admission.advice import advise, use
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
 
