@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, ModelDims
+from nsa_dcp.planning.dimensions import ModelDims
+from nsa_dcp.planning.served_format import INDEX_HEAD_DIM
 
 _COUNTED = (
     *("hidden_size", "q_lora_rank", "qk_nope_head_dim", "v_head_dim", "index_n_heads", "intermediate_size"),

@@ -51,7 +51,9 @@ def test_layers_that_share_a_selection_attend_to_their_own_rows_and_change_nothi
 @pytest.mark.parametrize(("num_tokens", "width"), [(0, 64), (3, 0), (0, 0)], ids=str)
 def test_no_tokens_and_no_width_select_nothing(num_tokens, width):
     selection = localize_selection(torch.zeros(num_tokens, width, dtype=torch.int32), 4, 1, planned_heads=64)
-    out, lse = attend_selection(torch.randn(num_tokens, 2, 576), poisoned(64, 576, dtype=torch.float32), selection, SM_SCALE)
+    out, lse = attend_selection(
+        torch.randn(num_tokens, 2, 576), poisoned(64, 576, dtype=torch.float32), selection, SM_SCALE
+    )
     assert_bitwise_equal(out, torch.zeros(num_tokens, 2, 512))
     assert_bitwise_equal(lse, torch.full((num_tokens, 2), -torch.inf))
 
