@@ -11,7 +11,6 @@ from nsa_dcp.planning.served_format import SLICED_ARCHITECTURES
 from nsa_dcp.sglang_plugin.admission.advice import Advice, Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, ServerSettings
 
-# Architectures whose attention weights sglang slices by head in decode.
 # sglang stops wider context parallelism: it was found to be inexact between machines.
 MAX_CP_TP_SIZE = 8
 _INTERLEAVE = use("--cp-strategy interleave")
