@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nsa_dcp.choices import PREFILL_WAYS
 from nsa_dcp.planning.served_format import KV_LORA_RANK, LATENT_DIM, PAGE_SIZE
 
-WAYS = ("queries", "rows", "auto")
 _INDEX_BYTES = 4
 # What the choice starts from, until whole layers of both ways were timed. A byte of a page counts as 5/4: it is also
 # packed and, where it is FP8, dequantised. Below the least rows the latency of one more collective decides.
@@ -105,8 +105,8 @@ class PrefillRule:
     page_weight: tuple[int, int] = PAGE_WEIGHT
 
     def __post_init__(self) -> None:
-        if self.way not in WAYS:
-            raise ValueError(f"way must be one of {', '.join(WAYS)}, got {self.way!r}")
+        if self.way not in PREFILL_WAYS:
+            raise ValueError(f"way must be one of {', '.join(PREFILL_WAYS)}, got {self.way!r}")
 
     def goes_by_rows(
         self, extend_lens: Sequence[int], context_lens: Sequence[int], count_pages: Callable[[], int]

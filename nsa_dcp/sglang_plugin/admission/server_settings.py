@@ -21,7 +21,7 @@ class ServerSettings:
     never a problem, but for `grammar_backend`: sglang then always chooses one. `prefill_cuda_graph` and
     `decode_cuda_graph` are the graph backends asked for; None or "disabled" when none was. `foreign_draft`: drafts come
     from another checkpoint. `pp_layer_partition`: the value of `nsa_dcp.planning.pipelines.PARTITION_VARIABLE`.
-    `prefill_way`: of `PREFILL_VARIABLE`, one of `nsa_dcp.planning.prefill_ways.WAYS`; None or empty means "queries".
+    `prefill_way`: of `PREFILL_VARIABLE`, one of `nsa_dcp.choices.PREFILL_WAYS`; None or empty means "queries".
     `chunk_is_divided`: sglang has divided `chunked_prefill_size` by `attn_dp_size` already.
     """
 

@@ -25,7 +25,7 @@ def describe_server(model_runner: Any, parallel: Any, topk: str, prefill: str | 
         model_runner: sglang's ModelRunner, its model loaded and its pools built.
         parallel: sglang's parallel context.
         topk: what selects, of `patches.use_exact_topk`.
-        prefill: the way of prefill in TP-DCP, of `planning.prefill_ways.WAYS`.
+        prefill: the way of prefill in TP-DCP, of `choices.PREFILL_WAYS`.
     """
     shape = read_shape(model_runner, parallel)
     return startup_line(

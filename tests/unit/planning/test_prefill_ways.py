@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from nsa_dcp.planning.prefill_ways import WAYS, LayerSizes, PrefillRule
+from nsa_dcp.choices import PREFILL_WAYS
+from nsa_dcp.planning.prefill_ways import LayerSizes, PrefillRule
 
 # Heads of the whole model, layers, layers that select; packed rows, bfloat16 values, 2,048 tokens selected.
 GLM, DEEPSEEK = (64, 78, 21), (128, 61, 61)
@@ -202,7 +203,7 @@ def test_a_way_that_was_asked_for_is_taken_by_every_chunk():
         assert not PrefillRule(sizes, "queries").goes_by_rows(lens, contexts, never)
     with pytest.raises(ValueError, match=r"^way must be one of queries, rows, auto, got 'heads'$"):
         PrefillRule(sizes, "heads")
-    assert WAYS == ("queries", "rows", "auto")
+    assert PREFILL_WAYS == ("queries", "rows", "auto")
 
 
 def test_no_request_at_all_goes_by_queries():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nsa_dcp.planning.prefill_ways import WAYS
+from nsa_dcp.choices import PREFILL_WAYS
 from nsa_dcp.sglang_plugin.admission.advice import advise, drop
 from nsa_dcp.sglang_plugin.admission.server_settings import PREFILL_VARIABLE, Problem, ServerSettings
 
@@ -18,8 +18,8 @@ def find_prefill_problems(settings: ServerSettings) -> list[Problem]:
     asked = settings.prefill_way
     if not asked:
         return []
-    if asked not in WAYS:
-        return [Problem(f"{PREFILL_VARIABLE}={asked}", f"the ways are {', '.join(WAYS)}", _UNSET)]
+    if asked not in PREFILL_WAYS:
+        return [Problem(f"{PREFILL_VARIABLE}={asked}", f"the ways are {', '.join(PREFILL_WAYS)}", _UNSET)]
     if settings.enable_prefill_cp and asked != "queries":
         reason = "with prefill context parallelism every rank has rows of its own already; the choice is TP-DCP's"
         return [Problem(f"{PREFILL_VARIABLE}={asked} with --enable-prefill-cp", reason, _UNSET)]
