@@ -25,6 +25,7 @@ from nsa_dcp.planning.config_fields import (
 from nsa_dcp.planning.dimensions import indexer_layers, preset_dims
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.admission.reading import launch_parser
+from nsa_dcp.sglang_plugin.admission.reading.attention_family import facts_without_selection
 from nsa_dcp.sglang_plugin.admission.reading.launch_config import merge_config_file
 from nsa_dcp.sglang_plugin.admission.reading.launch_line import strip_launcher as strip_launcher
 from nsa_dcp.sglang_plugin.admission.reading.sglang_flags import list_unjudged
@@ -202,7 +203,7 @@ def _facts_from_config(
     if "architectures" in overrides:
         architecture = first_architecture(overrides, source)
     if architecture not in DSA_ARCHITECTURES or text.get("index_topk") is None:
-        return ModelFacts(is_dsa=False, architecture=architecture)
+        return facts_without_selection(text, architecture)
     numbers = {
         field: positive_integer(text, field, source)
         for field in ("num_attention_heads", "num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")
