@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nsa_dcp.planning.dimensions import PRESETS
+from nsa_dcp.planning.kv_head_dims import KV_HEAD_PRESETS
 from nsa_dcp.sglang_plugin.admission.advice import advise, use
 from nsa_dcp.sglang_plugin.admission.held_report import describe_held_memory
 from nsa_dcp.sglang_plugin.admission.reading import server_command
@@ -100,7 +101,7 @@ def add_doctor_parser(subparsers: argparse._SubParsersAction) -> argparse.Argume
     model.add_argument(
         "--config", metavar="FILE", help="the model's config.json, when --model-path is not on this machine"
     )
-    model.add_argument("--preset", metavar="NAME", help=f"or one of {', '.join(PRESETS)}")
+    model.add_argument("--preset", metavar="NAME", help=f"or one of {', '.join((*PRESETS, *KV_HEAD_PRESETS))}")
     model.add_argument(
         "--preset-if-absent", metavar="NAME", help="one of these, where the command's model is not on this machine"
     )

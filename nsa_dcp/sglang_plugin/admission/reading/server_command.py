@@ -23,6 +23,7 @@ from nsa_dcp.planning.config_fields import (
     read_json_object,
 )
 from nsa_dcp.planning.dimensions import indexer_layers, preset_dims
+from nsa_dcp.planning.kv_head_dims import KV_HEAD_PRESETS, kv_head_preset
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.admission.reading import launch_parser
 from nsa_dcp.sglang_plugin.admission.reading.attention_family import facts_without_selection
@@ -233,6 +234,14 @@ def preset_model_facts(preset: str, overrides: Mapping[str, object] | None = Non
 
     ValueError: the name is unknown.
     """
+    if preset in KV_HEAD_PRESETS:
+        model = kv_head_preset(preset)
+        published = {
+            "architectures": [model.architecture],
+            "num_attention_heads": model.num_attention_heads,
+            "num_key_value_heads": model.num_key_value_heads,
+        }
+        return _facts_from_config(published, overrides or {}, source=f"preset {preset}")
     dims = preset_dims(preset)
     config: dict[str, object] = {
         "architectures": [_PRESET_ARCHITECTURES[preset]],
