@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa_dcp.cli import main
 from nsa_dcp.sglang_plugin.admission.reading.server_command import read_model_facts, read_without_sglang, strip_launcher
 from nsa_dcp.sglang_plugin.doctor import doctor, machine_checks
 from nsa_dcp.sglang_plugin.doctor.machine_checks import Check, check_gpus, parse_topology

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from nsa_dcp.planning.config_fields import (
     first_architecture,
@@ -205,7 +206,7 @@ def _facts_from_config(
         architecture = first_architecture(overrides, source)
     if architecture not in DSA_ARCHITECTURES or text.get("index_topk") is None:
         return facts_without_selection(text, architecture)
-    numbers = {
+    numbers: dict[str, Any] = {  # integers
         field: positive_integer(text, field, source)
         for field in ("num_attention_heads", "num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")
     }
@@ -236,7 +237,7 @@ def preset_model_facts(preset: str, overrides: Mapping[str, object] | None = Non
     """
     if preset in KV_HEAD_PRESETS:
         model = kv_head_preset(preset)
-        published = {
+        published: dict[str, object] = {
             "architectures": [model.architecture],
             "num_attention_heads": model.num_attention_heads,
             "num_key_value_heads": model.num_key_value_heads,
