@@ -14,6 +14,7 @@ from typing import Any
 from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
 from nsa_dcp.config import COMM_BACKENDS, KV_CACHE_DTYPES, MODES, SELECTIONS, CacheConfig, DcpConfig
 from nsa_dcp.cp_layout import STRATEGIES
+from nsa_dcp.hf.tiny import KV_HEAD_NAMES, NAMES
 from nsa_dcp.layout import pages_for, widened_page_size
 
 _PROGRESS_EVERY_S = 2.0
@@ -43,7 +44,7 @@ def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser("generate", help="generate with a transformers model under DCP", description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, help="checkpoint directory, tiny-glm-dsa or tiny-deepseek-v32")
+    add("--model", required=True, help=f"checkpoint directory, or one of {', '.join((*NAMES, *KV_HEAD_NAMES))}")
     add("--prompts", required=True, type=Path, help="JSON list; each prompt a string or a list of token ids")
     add("--max-new-tokens", type=int, default=16)
     add("--tp-size", type=int, help="ranks; default: dcp-size")
@@ -113,7 +114,7 @@ def run_generate(args: argparse.Namespace) -> int:
     written = read_prompts(args.prompts)
     directory = resolve_checkpoint(args.model, args.seed)
     checkpoint = open_checkpoint(directory)
-    config.check_model(checkpoint.shape)
+    checkpoint.shape.check_split(config)
     prompts = tokenize_prompts(written, directory, checkpoint.vocab_size)
     check_lengths(prompts, args.max_new_tokens, checkpoint.context_length)
     dtype = args.dtype
