@@ -15,6 +15,7 @@ from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metava
 from nsa_dcp.config import COMM_BACKENDS, KV_CACHE_DTYPES, MODES, SELECTIONS, CacheConfig, DcpConfig
 from nsa_dcp.cp_layout import STRATEGIES
 from nsa_dcp.hf.tiny import KV_HEAD_NAMES, NAMES
+from nsa_dcp.kv_head_config import KvHeadShape
 from nsa_dcp.layout import pages_for, widened_page_size
 
 _PROGRESS_EVERY_S = 2.0
@@ -115,6 +116,8 @@ def run_generate(args: argparse.Namespace) -> int:
     directory = resolve_checkpoint(args.model, args.seed)
     checkpoint = open_checkpoint(directory)
     checkpoint.shape.check_split(config)
+    if args.device == "cuda" and isinstance(checkpoint.shape, KvHeadShape):
+        raise NotImplementedError("device must be cpu for models with KV heads, whose attention has no kernel yet")
     prompts = tokenize_prompts(written, directory, checkpoint.vocab_size)
     check_lengths(prompts, args.max_new_tokens, checkpoint.context_length)
     dtype = args.dtype

@@ -1,7 +1,7 @@
 """Models with KV heads under every useful split, against the unmodified transformers model; caches of NaN elsewhere.
 
-float32: same tokens, logits within 1e-4 at every step. Rounding caches: arithmetic in float64, same tokens, logits within
-1e-9 of a model whose cache rounds the same way.
+float32: same tokens, logits within 1e-4 at every step. Rounding caches: arithmetic in float64, same tokens, logits
+within 1e-9 of a model whose cache rounds the same way.
 """
 
 import pytest
@@ -13,8 +13,8 @@ from nsa_dcp.launcher import run_ranks
 from nsa_dcp.testing.kv_head_generation import KvHeadRun, forward_recorded, generate_poisoned
 
 # Shorter than any group, around a page and a widened page, over several.
-PROMPT_LENS = (1, 2, 3, 64, 65, 130, 257)
-NEW = 4
+PROMPT_LENS = (1, 2, 3, 64, 65, 257)
+NEW = 3
 # The tiny models have 2 KV heads: what is useful at each tp.
 SPLITS = {
     "tp1": DcpConfig(),
@@ -61,35 +61,33 @@ def check_rows(results, run):
         assert result["usage"]["kv_rows"] == len(owned)
 
 
-@pytest.mark.parametrize("name", KV_HEAD_NAMES)
-@pytest.mark.parametrize("split", SPLITS)
+# Every model under a group of two and of four, one under everything.
+CASES = [(name, split) for name in KV_HEAD_NAMES for split in ("tp4-dcp2-a2a", "tp8-dcp4-a2a")]
+CASES += [("tiny-qwen3-moe", split) for split in SPLITS if ("tiny-qwen3-moe", split) not in CASES]
+
+
+def poisoned_run(directory, config, chunk, kv_cache_dtype="float32", dtype="float32", **more):
+    cache = CacheConfig(kv_cache_dtype, 4096)
+    return KvHeadRun(directory, config, cache, dtype, make_prompts(), NEW, chunk, **more)
+
+
+@pytest.mark.parametrize(("name", "split"), CASES)
 def test_float32_tokens_and_logits_equal_the_unmodified_models(name, split, tiny_checkpoint, unmodified):
     """All prompts at once, and in chunks of 48 tokens, where a chunk holds the ends and beginnings of several."""
-    runs = [
-        KvHeadRun(
-            tiny_checkpoint(name), SPLITS[split], CacheConfig("float32", 4096), "float32", make_prompts(), NEW, chunk
-        )
-        for chunk in (8192, 48)
-    ]
-    for results, run in zip(zip(*run_ranks(generate_poisoned, SPLITS[split].tp_size, (runs,))), runs):
+    config = SPLITS[split]
+    runs = [poisoned_run(tiny_checkpoint(name), config, chunk) for chunk in (8192, 48)]
+    for results, run in zip(zip(*run_ranks(generate_poisoned, config.tp_size, (runs,))), runs):
         check(results, run, unmodified, "float32", 1e-4)
         check_rows(results, run)
 
 
 @pytest.mark.parametrize("name", KV_HEAD_NAMES)
-@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp8_e4m3"])
-def test_a_rounding_cache_rounds_each_value_once_however_the_work_is_split(
-    name, kv_cache_dtype, tiny_checkpoint, unmodified
-):
+def test_a_rounding_cache_rounds_each_value_once_however_the_work_is_split(name, tiny_checkpoint, unmodified):
     config = SPLITS["tp4-dcp2-a2a"]
-    runs = [
-        KvHeadRun(
-            tiny_checkpoint(name), config, CacheConfig(kv_cache_dtype, 4096), "float64", make_prompts(), NEW, chunk
-        )
-        for chunk in (8192, 48)
-    ]
+    caches = [("bf16", 8192), ("bf16", 48), ("fp8_e4m3", 8192), ("fp8_e4m3", 48)]
+    runs = [poisoned_run(tiny_checkpoint(name), config, chunk, dtype, "float64") for dtype, chunk in caches]
     for results, run in zip(zip(*run_ranks(generate_poisoned, config.tp_size, (runs,))), runs):
-        check(results, run, unmodified, kv_cache_dtype, 1e-9)
+        check(results, run, unmodified, run.cache.kv_cache_dtype, 1e-9)
         check_rows(results, run)
 
 
@@ -97,7 +95,7 @@ def test_a_rounding_cache_rounds_each_value_once_however_the_work_is_split(
 def test_one_kv_head_over_all_ranks(split, tiny_checkpoint, unmodified):
     heads, config = ONE_HEAD[split]
     directory = tiny_checkpoint("tiny-llama", num_key_value_heads=1, num_attention_heads=heads)
-    run = KvHeadRun(directory, config, CacheConfig("float32", 4096), "float32", make_prompts(), NEW, 100)
+    run = poisoned_run(directory, config, 100)
     results = [ranks[0] for ranks in run_ranks(generate_poisoned, config.tp_size, ([run],))]
     check(results, run, unmodified, "float32", 1e-4)
     check_rows(results, run)
@@ -106,7 +104,7 @@ def test_one_kv_head_over_all_ranks(split, tiny_checkpoint, unmodified):
 def test_a_model_with_a_kv_head_for_every_query_head_runs_without_dcp(tiny_checkpoint, unmodified):
     """MHA: nothing is copied, so nothing can be spread, and tensor parallelism alone must still be right."""
     directory = tiny_checkpoint("tiny-qwen3", num_key_value_heads=16)
-    run = KvHeadRun(directory, DcpConfig(tp_size=4), CacheConfig("float32", 4096), "float32", make_prompts(), NEW, 48)
+    run = poisoned_run(directory, DcpConfig(tp_size=4), 48)
     check([ranks[0] for ranks in run_ranks(generate_poisoned, 4, ([run],))], run, unmodified, "float32", 1e-4)
 
 
@@ -129,15 +127,8 @@ def test_steps_of_every_shape_continue_what_is_cached(name, tiny_checkpoint, unm
 def test_padded_decode_steps_generate_what_unpadded_ones_do(tiny_checkpoint, unmodified):
     """Rows of a context of 0 tokens stand behind the real ones, and write nothing."""
     config = SPLITS["tp4-dcp2-a2a"]
-    run = KvHeadRun(
-        tiny_checkpoint("tiny-qwen3"),
-        config,
-        CacheConfig("float32", 4096),
-        "float32",
-        make_prompts(),
-        NEW,
-        static_batch=len(PROMPT_LENS) + 3,
-    )
+    directory = tiny_checkpoint("tiny-qwen3")
+    run = poisoned_run(directory, config, 8192, static_batch=len(PROMPT_LENS) + 3)
     results = [ranks[0] for ranks in run_ranks(generate_poisoned, config.tp_size, ([run],))]
     check(results, run, unmodified, "float32", 1e-4)
     check_rows(results, run)
@@ -197,7 +188,7 @@ class TestRefusals:
             ("tiny-qwen3", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, "sliding"),
             ("tiny-qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
             ("tiny-llama", {"sliding_window": 64}, "sliding_window must be null"),
-            ("tiny-qwen3", {"num_key_value_heads": 3}, "num_key_value_heads"),
+            ("tiny-qwen3", {"num_key_value_heads": 3}, "must divide the number of heads"),
             (
                 "tiny-llama",
                 {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
