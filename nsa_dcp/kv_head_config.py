@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from nsa_dcp.config import DcpConfig
-from nsa_dcp.planning.kv_head_dims import KV_HEAD_ARCHITECTURES
-from nsa_dcp.planning.kv_heads import smallest_useful_tp_size, useful_dcp_sizes
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_ARCHITECTURES
+from nsa_dcp.planning.kv_heads.sizes import smallest_useful_tp_size, useful_dcp_sizes
 
 
 @dataclass(frozen=True)

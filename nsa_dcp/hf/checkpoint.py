@@ -73,7 +73,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         ValueError: a file is missing or damaged, or does not hold what the others promise.
         NotImplementedError: the architecture, its row format or its RoPE is not served.
     """
-    from nsa_dcp.hf.families import model_shape
+    from nsa_dcp.hf.families.choice import model_shape
 
     if not (directory / "config.json").exists():
         raise ValueError(f"model must be a checkpoint directory with config.json, got none in {directory}")

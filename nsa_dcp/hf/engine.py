@@ -9,7 +9,7 @@ import torch
 from nsa_dcp import comm
 from nsa_dcp.cache import PageAllocator
 from nsa_dcp.config import CacheConfig
-from nsa_dcp.hf.families import model_shape, take_over_attention
+from nsa_dcp.hf.families.choice import model_shape, take_over_attention
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.hf.step import Extend, Step, build_step
 from nsa_dcp.layout import pages_for

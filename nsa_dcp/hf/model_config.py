@@ -12,7 +12,7 @@ from torch import nn
 
 from nsa_dcp.config import ARCHITECTURES
 from nsa_dcp.planning.config_fields import MOST_LAYERS, first_architecture, positive_integer, printable, shown
-from nsa_dcp.planning.kv_head_dims import KV_HEAD_ARCHITECTURES, refuse_windows
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_ARCHITECTURES, refuse_windows
 
 # The kernels' tables are as wide as a selection; the published models select 2,048.
 _MOST_SELECTED = 65_536

@@ -9,7 +9,7 @@ import torch
 
 from nsa_dcp.config import CacheConfig, DcpConfig
 from nsa_dcp.hf.engine import Engine, Request
-from nsa_dcp.hf.kv_head_family import KvHeadAttention
+from nsa_dcp.hf.families.kv_heads import KvHeadAttention
 from nsa_dcp.hf.static_decode import StaticDecode
 from nsa_dcp.hf.step import Extend
 from nsa_dcp.testing.recorded_generation import make_engine

@@ -11,8 +11,8 @@ from nsa_dcp.config import CacheConfig, DcpConfig
 from nsa_dcp.hf import attention
 from nsa_dcp.hf.checkpoint import load_model
 from nsa_dcp.hf.engine import Engine
+from nsa_dcp.hf.families.sparse import SparseAttention
 from nsa_dcp.hf.ranks import join_groups
-from nsa_dcp.hf.sparse_family import SparseAttention
 from nsa_dcp.hf.static_decode import StaticDecode
 from nsa_dcp_kernels import reference
 

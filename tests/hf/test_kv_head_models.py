@@ -216,7 +216,7 @@ class TestRefusals:
         """Whatever architecture it came from: the function itself refuses what it does not compute."""
         from types import SimpleNamespace
 
-        from nsa_dcp.hf.kv_head_family import _attend
+        from nsa_dcp.hf.families.kv_heads import _attend
 
         q = torch.zeros(1, 2, 3, 8)
         with pytest.raises(NotImplementedError, match=f"got {argument} in layer 4"):

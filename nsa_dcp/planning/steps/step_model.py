@@ -19,6 +19,7 @@ from typing import Any
 
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import ModelDims
+from nsa_dcp.planning.served_format import COMM_BACKENDS, HEAD_BUCKETS, padded_heads
 from nsa_dcp.planning.steps.step_inputs import StepInput, interpolate, measured_inputs, override_inputs
 from nsa_dcp.planning.steps.weight_reads import WeightSizes, count_weight_bytes, weight_sizes
 
@@ -35,7 +36,6 @@ __all__ = [
 ]
 
 MODES = ("tp", "tp_dcp", "cp_dcp")
-COMM_BACKENDS = ("a2a", "ag_rs")
 _TERMS = (
     *("attention", "pad_heads", "localize", "gather_q", "arrange_heads", "exchange", "combine"),
     *("selection", "join_scores", "gather_selection", "cache_writes", "page_table", "weights", "all_reduce", "other"),
@@ -280,7 +280,7 @@ def _pool_tokens(model: ModelDims, setup: DecodeSetup, gpu_memory_gib: float, kv
 
 def _attend_planned(values: _Values, heads: int, batch: int, valid: float) -> float:
     """Attention over `valid` indices a row on average, between what was measured; over fewer, as over 256."""
-    padded, launches = _padded(heads), 1
+    padded, launches = padded_heads(heads), 1
     if padded == 128:
         launches = -(-batch // _ROWS_PER_LAUNCH_128)
     prefix = f"attend_{padded}_valid_"
@@ -293,12 +293,8 @@ def _attend_planned(values: _Values, heads: int, batch: int, valid: float) -> fl
 
 def _pad_heads(table: Mapping[float, float], heads: int, batch: int) -> float:
     """Padding queries to the heads that the kernel has."""
-    padded = _padded(heads)
+    padded = padded_heads(heads)
     return 0.0 if heads == padded else interpolate(table, batch * padded // 64, extend=True)
-
-
-def _padded(heads: int) -> int:
-    return 64 if heads <= 64 else 128
 
 
 def _select(values: _Values, rows: int, context: int) -> float:
@@ -385,8 +381,12 @@ def _check(model: ModelDims, setup: DecodeSetup, mode: str, batch: int, context:
     if context > model.max_context:
         raise ValueError(f"context must be at most {model.max_context}, the longest of {model.name}, got {context}")
     heads = model.num_attention_heads // setup.tp_size
-    if heads > 64:
-        raise NotImplementedError(f"heads per TP rank must be at most 64, the measured tables', got {heads}")
+    if heads > HEAD_BUCKETS[0]:
+        raise NotImplementedError(
+            f"heads per TP rank must be at most {HEAD_BUCKETS[0]}, the measured tables', got {heads}"
+        )
     gathered = model.num_attention_heads if mode == "cp_dcp" else heads * setup.dcp_size
-    if mode != "tp" and gathered > 128:
-        raise NotImplementedError(f"gathered heads must be at most 128, the measured tables', got {gathered}")
+    if mode != "tp" and gathered > HEAD_BUCKETS[-1]:
+        raise NotImplementedError(
+            f"gathered heads must be at most {HEAD_BUCKETS[-1]}, the measured tables', got {gathered}"
+        )

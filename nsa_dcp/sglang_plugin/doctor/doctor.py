@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nsa_dcp.planning.dimensions import PRESETS
-from nsa_dcp.planning.kv_head_dims import KV_HEAD_PRESETS
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS
 from nsa_dcp.sglang_plugin.admission.advice import advise, use
 from nsa_dcp.sglang_plugin.admission.held_report import describe_held_memory
 from nsa_dcp.sglang_plugin.admission.reading import server_command

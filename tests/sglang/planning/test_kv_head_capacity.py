@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nsa_dcp.planning.budget import GIB
-from nsa_dcp.planning.kv_head_dims import KV_HEAD_PRESETS, kv_head_preset, read_kv_head_config
-from nsa_dcp.planning.kv_head_plan import plan_kv_heads
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS, kv_head_preset, read_kv_head_config
+from nsa_dcp.planning.kv_heads.plan import plan_kv_heads
 
 pytestmark = pytest.mark.sglang
 
@@ -19,7 +19,7 @@ MODEL_TYPES = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
 }
-DTYPES = {"fp8_e4m3": (torch.float8_e4m3fn, "fp8_e4m3"), "bf16": (torch.bfloat16, "bfloat16")}
+DTYPES = {"fp8_e4m3": (torch.float8_e4m3fn, "fp8_e4m3"), "bfloat16": (torch.bfloat16, "bfloat16")}
 
 
 def config_of(preset):
@@ -84,7 +84,7 @@ def configurator(tmp_path, monkeypatch):
     reset_context()
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bf16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bfloat16"])
 @pytest.mark.parametrize(("tp_size", "dcp_size"), [(8, 1), (8, 2), (8, 4), (16, 2), (16, 4), (4, 2)])
 @pytest.mark.parametrize("preset", KV_HEAD_PRESETS)
 def test_the_planned_pool_is_the_one_that_sglang_sizes(

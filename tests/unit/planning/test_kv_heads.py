@@ -5,9 +5,9 @@ import json
 import pytest
 
 from nsa_dcp.cli import main
-from nsa_dcp.planning.kv_head_dims import KV_HEAD_PRESETS, kv_head_dims_from_config, kv_head_preset
-from nsa_dcp.planning.kv_head_plan import plan_kv_heads
-from nsa_dcp.planning.kv_heads import (
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS, kv_head_dims_from_config, kv_head_preset
+from nsa_dcp.planning.kv_heads.plan import plan_kv_heads
+from nsa_dcp.planning.kv_heads.sizes import (
     copies_of_a_kv_head,
     gain,
     kv_head_of,
@@ -73,7 +73,7 @@ def test_the_smallest_size_that_gains_divides_the_heads():
 )
 def test_published_models_gain_what_their_heads_allow(name, tp_size, sizes, bytes_per_token):
     """Bytes counted by hand: 2 layers-times-heads-times-dim-times-2, a KV head a rank."""
-    plan = plan_kv_heads(kv_head_preset(name), gpu_memory_gib=60, tp_size=tp_size, kv_cache_dtypes=("bf16",))
+    plan = plan_kv_heads(kv_head_preset(name), gpu_memory_gib=60, tp_size=tp_size, kv_cache_dtypes=("bfloat16",))
     assert plan.useful_dcp_sizes == sizes
     assert plan.rows[0].bytes_per_token == bytes_per_token
     for row in plan.rows[1:]:

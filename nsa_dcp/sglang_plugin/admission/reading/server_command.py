@@ -24,8 +24,9 @@ from nsa_dcp.planning.config_fields import (
     read_json_object,
 )
 from nsa_dcp.planning.dimensions import indexer_layers, preset_dims
-from nsa_dcp.planning.kv_head_dims import KV_HEAD_PRESETS, kv_head_preset
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS, kv_head_preset
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.planning.served_format import DEEPSEEK, GLM
 from nsa_dcp.sglang_plugin.admission.reading import launch_parser
 from nsa_dcp.sglang_plugin.admission.reading.attention_family import facts_without_selection
 from nsa_dcp.sglang_plugin.admission.reading.launch_config import merge_config_file
@@ -35,7 +36,6 @@ from nsa_dcp.sglang_plugin.admission.rules.weight_rules import projection_format
 from nsa_dcp.sglang_plugin.admission.server_settings import is_foreign_draft, settle_typed
 from nsa_dcp.sglang_plugin.admission.validation import ModelFacts, ServerSettings
 
-_PRESET_ARCHITECTURES = {"glm-5.2": "GlmMoeDsaForCausalLM", "deepseek-v3.2": "DeepseekV32ForCausalLM"}
 _GLM, _DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
 # Of both in transformers, where a config does not say.
 _DEFAULT_TOPK = 2048
@@ -44,11 +44,11 @@ _NOWHERE = os.devnull
 # sglang takes these for DSA models, if their config has an index_topk.
 DSA_ARCHITECTURES = (
     "DeepseekV3ForCausalLM",
-    "DeepseekV32ForCausalLM",
+    DEEPSEEK,
     "DeepseekV3ForCausalLMNextN",
     "MistralLarge3ForCausalLM",
     "PixtralForConditionalGeneration",
-    "GlmMoeDsaForCausalLM",
+    GLM,
     "GlmMoeDsaForCausalLMNextN",
     "Glm5NextForConditionalGenerationNextN",
     "Glm5NextForConditionalGeneration",
@@ -245,7 +245,7 @@ def preset_model_facts(preset: str, overrides: Mapping[str, object] | None = Non
         return _facts_from_config(published, overrides or {}, source=f"preset {preset}")
     dims = preset_dims(preset)
     config: dict[str, object] = {
-        "architectures": [_PRESET_ARCHITECTURES[preset]],
+        "architectures": [dims.architecture],
         "num_attention_heads": dims.num_attention_heads,
         "kv_lora_rank": dims.kv_lora_rank,
         "qk_rope_head_dim": dims.qk_rope_head_dim,

@@ -7,7 +7,7 @@ read in sglang's source, not run. Part of `validation`, which asks `find_kv_head
 
 from __future__ import annotations
 
-from nsa_dcp.planning.kv_heads import smallest_useful_tp_size, useful_dcp_sizes
+from nsa_dcp.planning.kv_heads.sizes import smallest_useful_tp_size, useful_dcp_sizes
 from nsa_dcp.sglang_plugin.admission.advice import Advice, Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
 

@@ -18,7 +18,7 @@ from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.hf.step import Step
 from nsa_dcp.kv_head_config import KvHeadShape
 from nsa_dcp.layout import local_seq_lens
-from nsa_dcp.planning.kv_heads import kv_head_of
+from nsa_dcp.planning.kv_heads.sizes import kv_head_of
 from nsa_dcp_kernels import round_kv
 
 # Under this name transformers knows the function; it makes no mask for a name that it has none for.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from nsa_dcp.planning.kv_head_dims import KV_HEAD_PRESETS, KvHeadDims, kv_head_preset, read_kv_head_config
-from nsa_dcp.planning.kv_head_plan import ITEMSIZES, format_kv_head_plan, plan_kv_heads
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS, KvHeadDims, kv_head_preset, read_kv_head_config
+from nsa_dcp.planning.kv_heads.plan import ITEMSIZES, format_kv_head_plan, plan_kv_heads
 
 # (argument, its flag, what it must be): of DSA models, or of what does not go with DCP for these.
 _OTHERS = (

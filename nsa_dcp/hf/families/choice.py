@@ -3,12 +3,12 @@
 from typing import Any, Protocol
 
 from nsa_dcp.config import CacheConfig, DcpConfig, ModelShape
-from nsa_dcp.hf.kv_head_family import KvHeadAttention, kv_head_shape
+from nsa_dcp.hf.families.kv_heads import KvHeadAttention, kv_head_shape
+from nsa_dcp.hf.families.sparse import SparseAttention, sparse_shape
 from nsa_dcp.hf.ranks import Ranks
-from nsa_dcp.hf.sparse_family import SparseAttention, sparse_shape
 from nsa_dcp.hf.step import Step
 from nsa_dcp.kv_head_config import KvHeadShape
-from nsa_dcp.planning.kv_head_dims import KV_HEAD_ARCHITECTURES
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_ARCHITECTURES
 
 
 class Shape(Protocol):

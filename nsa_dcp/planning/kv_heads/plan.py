@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from nsa_dcp.planning.budget import GIB, budget_bytes, require_positive
-from nsa_dcp.planning.kv_head_dims import KvHeadDims
-from nsa_dcp.planning.kv_heads import copies_of_a_kv_head, gain, smallest_useful_tp_size, useful_dcp_sizes
+from nsa_dcp.planning.kv_heads.dims import KvHeadDims
+from nsa_dcp.planning.kv_heads.sizes import copies_of_a_kv_head, gain, smallest_useful_tp_size, useful_dcp_sizes
 
-ITEMSIZES = {"fp8_e4m3": 1, "bf16": 2}
+ITEMSIZES = {"fp8_e4m3": 1, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
