@@ -1,4 +1,4 @@
-"""Attention of models with KV heads over gloo ranks, against torch's own attention over whole contexts in one process."""
+"""Attention of models with KV heads over gloo ranks, against torch's own over whole contexts in one process."""
 
 import itertools
 

@@ -1,7 +1,8 @@
 """Models with KV heads under every useful split, against the unmodified transformers model; caches of NaN elsewhere.
 
 float32: same tokens, logits within 1e-4 at every step. Rounding caches: arithmetic in float64, same tokens, logits
-within 1e-9 of a model whose cache rounds the same way.
+within 1e-9 of a model whose cache rounds the same way; 1e-3 where the model's own router rounds to float32, since a
+difference in the last bit there may turn the rounding of a cached value.
 """
 
 import pytest
@@ -15,6 +16,7 @@ from nsa_dcp.testing.kv_head_generation import KvHeadRun, forward_recorded, gene
 # Shorter than any group, around a page and a widened page, over several.
 PROMPT_LENS = (1, 2, 3, 64, 65, 257)
 NEW = 3
+ROUTES_IN_FLOAT32 = ("tiny-glm4-moe", "tiny-minimax-m2")
 # The tiny models have 2 KV heads: what is useful at each tp.
 SPLITS = {
     "tp1": DcpConfig(),
@@ -87,14 +89,14 @@ def test_a_rounding_cache_rounds_each_value_once_however_the_work_is_split(name,
     caches = [("bf16", 8192), ("bf16", 48), ("fp8_e4m3", 8192), ("fp8_e4m3", 48)]
     runs = [poisoned_run(tiny_checkpoint(name), config, chunk, dtype, "float64") for dtype, chunk in caches]
     for results, run in zip(zip(*run_ranks(generate_poisoned, config.tp_size, (runs,))), runs):
-        check(results, run, unmodified, run.cache.kv_cache_dtype, 1e-9)
+        check(results, run, unmodified, run.cache.kv_cache_dtype, 1e-3 if name in ROUTES_IN_FLOAT32 else 1e-9)
         check_rows(results, run)
 
 
 @pytest.mark.parametrize("split", ONE_HEAD)
 def test_one_kv_head_over_all_ranks(split, tiny_checkpoint, unmodified):
     heads, config = ONE_HEAD[split]
-    directory = tiny_checkpoint("tiny-llama", num_key_value_heads=1, num_attention_heads=heads)
+    directory = tiny_checkpoint("tiny-llama", num_key_value_heads=1, num_attention_heads=heads, hidden_size=16 * heads)
     run = poisoned_run(directory, config, 100)
     results = [ranks[0] for ranks in run_ranks(generate_poisoned, config.tp_size, ([run],))]
     check(results, run, unmodified, "float32", 1e-4)
@@ -196,7 +198,7 @@ class TestRefusals:
             ),
             ("tiny-llama", {"quantization_config": {"quant_method": "fp8"}}, "not quantised"),
             ("tiny-llama", {"vocab_size": 2000}, "must have shape"),
-            ("tiny-glm4-moe", {"n_routed_experts": 4}, "checkpoint must hold"),
+            ("tiny-glm4-moe", {"n_routed_experts": 4}, "must have shape"),
         ],
     )
     def test_a_checkpoint_that_is_not_what_is_served(self, generate, copy, name, change, said):
