@@ -39,7 +39,7 @@ class KvHeadShape:
             raise NotImplementedError(
                 f"mode must be tp for models with KV heads, whose prompts are not token-sharded, got {config.mode}"
             )
-        span = config.tp_size // config.attn_dp_size
+        span = config.tp_size
         if self.num_heads % span:
             raise ValueError(f"tp_size must divide the model's {self.num_heads} attention heads, got {span}")
         useful = useful_dcp_sizes(span, self.num_kv_heads)
@@ -54,6 +54,5 @@ class KvHeadShape:
         wider = smallest_useful_tp_size(self.num_kv_heads, self.num_heads)
         raise ValueError(
             f"dcp_size must be 1 where no KV head lies on two ranks, as nothing is gained there, got dcp_size "
-            f"{config.dcp_size} with {held}"
-            + (f"; from tp_size {wider * config.attn_dp_size} on it would gain" if wider else "")
+            f"{config.dcp_size} with {held}" + (f"; from tp_size {wider} on it would gain" if wider else "")
         )
