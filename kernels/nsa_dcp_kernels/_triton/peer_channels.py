@@ -142,7 +142,9 @@ def _report(peers_ptr, reason, source, channel, epoch, KIND: tl.constexpr, N: tl
     word = (word << EPOCH_BITS) + (epoch & EPOCH_MASK)
     # Behind the ranks' addresses stands that of the fault word.
     fault_ptr = tl.load(peers_ptr + N).to(tl.pointer_type(tl.int64))
-    tl.atomic_xchg(fault_ptr, word, sem="release", scope="sys")
+    # The first one tells most: what comes after may follow from it.
+    if tl.load(fault_ptr, volatile=True) == 0:
+        tl.atomic_xchg(fault_ptr, word, sem="release", scope="sys")
     if CLOCK:
         until = globaltimer() + _GRACE_NS
         while globaltimer() < until:
