@@ -23,7 +23,8 @@ _ALIGNMENT = 128
 # Heads of a program's unit. Eight, with eight ranks' values of them at once, would not fit its registers.
 _MOST_VALUES, _MOST_HEADS, _FEWEST_HEADS = 32, 8, 2
 _MANY_UNITS = 128
-_BLOCK_WORDS = 2048
+# The largest of which a row wastes no more than an eighth.
+_BLOCK_WORDS = (2048, 1024, 512)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ def partial_unit(num_tokens: int, heads: int, dim: int, itemsize: int, num_ranks
         itemsize: bytes of a value.
         num_ranks: N.
     """
-    block = min(_MOST_HEADS if num_ranks * _MOST_HEADS <= _MOST_VALUES else _MOST_HEADS // 2, 1 << (heads - 1).bit_length())
+    block = min(
+        _MOST_HEADS if num_ranks * _MOST_HEADS <= _MOST_VALUES else _MOST_HEADS // 2, 1 << (heads - 1).bit_length()
+    )
     while block > _FEWEST_HEADS and num_tokens * -(-heads // block) < _MANY_UNITS:
         block //= 2
     values = block * dim * itemsize
@@ -97,7 +100,9 @@ def partial_unit(num_tokens: int, heads: int, dim: int, itemsize: int, num_ranks
 
 def row_unit(num_rows: int, words: int) -> Unit:
     """How rows of 4-byte words are cut. The same on every rank."""
-    block = min(_BLOCK_WORDS, max(32, 1 << (words - 1).bit_length()))
+    small = max(32, 1 << (words - 1).bit_length())
+    fitting = (block for block in _BLOCK_WORDS if 8 * (-(-words // block) * block - words) <= words)
+    block = next(fitting, min(_BLOCK_WORDS[-1], small))
     return Unit(num_rows * -(-words // block), block, 4 * block)
 
 

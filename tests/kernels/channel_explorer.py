@@ -59,7 +59,9 @@ class Protocol:
             following = []
             for rank, position in enumerate(state):
                 for channel, done in enumerate(position.done):
-                    if done == len(programs[rank]) or (not done and not self._may_start(rank, position, channel, programs)):
+                    if done == len(programs[rank]) or (
+                        not done and not self._may_start(rank, position, channel, programs)
+                    ):
                         continue
                     what, other = programs[rank][done]
                     if what in ("wait", "read"):

@@ -12,7 +12,7 @@ import torch
 
 from nsa_dcp.testing.assertions import assert_bitwise_equal, assert_close, assert_lse_close
 from nsa_dcp.testing.cases import draw_partials
-from nsa_dcp_kernels import merge_partials, peer_reference
+from nsa_dcp_kernels import peer_reference
 from nsa_dcp_kernels.peer_exchange import (
     exchange_partials,
     gather_heads_from_peers,
@@ -43,7 +43,11 @@ def kernels():
 
 
 def slot_for(num_ranks, tokens, heads, dim, width, itemsize=4):
-    units = [partial_unit(tokens, heads, dim, itemsize, num_ranks), row_unit(tokens, heads * dim), row_unit(tokens, width)]
+    units = [
+        partial_unit(tokens, heads, dim, itemsize, num_ranks),
+        row_unit(tokens, heads * dim),
+        row_unit(tokens, width),
+    ]
     return slot_bytes(units, CHANNELS)
 
 
@@ -159,7 +163,9 @@ def test_ranks_that_exchange_different_things_fail_rather_than_use_them(other):
             kernels().gather_heads(torch.zeros(1, 1, 8), channels)
         told = describe_fault(int(channels.fault))
         kind = "selections" if channels.rank == 0 or other == "rows" else "queries"
-        assert told and told.startswith(f"the {kind} of rank {1 - channels.rank} are not what this rank exchanges"), told
+        assert told and told.startswith(f"the {kind} of rank {1 - channels.rank} are not what this rank exchanges"), (
+            told
+        )
 
     # One of two rows' programs has no partner.
     run_peers(body, 2, CHANNELS, slot_for(2, 2, 1, 8, 8), wait_limit=2000)

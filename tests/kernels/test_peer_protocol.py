@@ -37,9 +37,7 @@ def test_one_place_does_not_do_where_they_start_in_another_order():
 
 
 def test_one_slot_is_overwritten_before_it_is_read():
-    assert re.fullmatch(
-        r"rank \d reads epoch 2 of rank \d for 1", Protocol(2, (1, 1), places=1, slots=1).explore()[1]
-    )
+    assert re.fullmatch(r"rank \d reads epoch 2 of rank \d for 1", Protocol(2, (1, 1), places=1, slots=1).explore()[1])
 
 
 def test_a_flag_before_its_data_lets_the_last_but_one_be_read():

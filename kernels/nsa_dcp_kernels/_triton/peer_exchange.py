@@ -71,7 +71,7 @@ def _exchange_partials_kernel(
     held = (dim < D)[None, :]
     epoch = begin_epoch(epochs_ptr, channel)
 
-    for i in range(0, mine):
+    for i in range(mine):
         unit = channel + i * programs
         token = unit // head_blocks
         out_ptr, lse_ptr, first = _piece_of(outs, lses, starts, token, PIECES)
@@ -92,7 +92,7 @@ def _exchange_partials_kernel(
     release_flags(peers_ptr, rank, channel, epoch, message, N, CHANNELS)
     await_flags(peers_ptr, epochs_ptr, rank, channel, epoch, message, wait_limit, KIND, N, CHANNELS, CLOCK)
 
-    for i in range(0, mine):
+    for i in range(mine):
         unit = channel + i * programs
         token = unit // head_blocks
         out_ptr, lse_ptr, first = _piece_of(outs, lses, starts, token, PIECES)
@@ -188,7 +188,7 @@ def _gather_rows_kernel(
     in_slot = tl.arange(0, BLOCK_W)
     epoch = begin_epoch(epochs_ptr, channel)
 
-    for i in range(0, mine):
+    for i in range(mine):
         unit = channel + i * programs
         row = (unit // blocks).to(tl.int64)
         word = unit % blocks * BLOCK_W + in_slot
@@ -204,7 +204,7 @@ def _gather_rows_kernel(
     release_flags(peers_ptr, rank, channel, epoch, message, N, CHANNELS)
     await_flags(peers_ptr, epochs_ptr, rank, channel, epoch, message, wait_limit, KIND, N, CHANNELS, CLOCK)
 
-    for i in range(0, mine):
+    for i in range(mine):
         unit = channel + i * programs
         row = (unit // blocks).to(tl.int64)
         word = unit % blocks * BLOCK_W + in_slot
