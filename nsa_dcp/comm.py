@@ -170,7 +170,7 @@ def _merge_ag_rs(out: torch.Tensor, lse: torch.Tensor, group: Group) -> torch.Te
 class PeerMemory:
     """Memory of this rank's GPU that the group's other ranks write into, and theirs.
 
-    local: [bytes] uint8, zeroed. addresses: where each rank's begins for this GPU, in rank order. handle: keeps it mapped.
+    local: [bytes] uint8, zeroed. addresses: where each rank's begins for this GPU, in rank order. handle: keeps it.
     """
 
     local: torch.Tensor
@@ -179,7 +179,7 @@ class PeerMemory:
 
 
 def map_peer_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | str:
-    """Set memory aside on every rank of a group and map it into all of them. Every rank must call it, before it captures.
+    """Set memory aside on every rank of a group and map it into all. Every rank must call it, before it captures.
 
     Args:
         num_bytes: of each rank, the same on all.

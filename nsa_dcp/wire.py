@@ -222,7 +222,7 @@ def _count_channels(group: comm.Group, device: torch.device) -> int:
 
 
 def _try_exchanges(wire: PeerWire, load: WireLoad, device: torch.device) -> bool:
-    """Every kind of exchange, of a row and of as many as are taken, twice each for both slots, against its definition."""
+    """Every kind of exchange, of one row and of all that are taken, twice for both slots, against its definition."""
     channels = wire.channels
     num_ranks, rank, heads = channels.num_ranks, channels.rank, load.heads // channels.num_ranks
     right = True

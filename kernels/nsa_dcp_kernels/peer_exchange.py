@@ -2,8 +2,8 @@
 
 Every rank of the group must make the same calls in one order, on one stream at a time: eagerly, or in CUDA graphs that
 all of them replay. A rank that does not come, or comes with something else, ends the others within `wait_limit`: the
-kernel says which in `PeerChannels.fault`, and stops its GPU before a result leaves it. Definitions over all ranks' inputs,
-without any memory of peers: `peer_reference`.
+kernel says which in `PeerChannels.fault`, and stops its GPU before a result leaves it. Definitions over all ranks'
+inputs, without any memory of peers: `peer_reference`.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Memory of each rank that the other ranks write into: its layout, its size, and what a fault found in it means.
 
-Which protocol runs over it is told in `_triton/peer_channels.py`. Nothing here knows how memory is mapped between ranks.
+Which protocol runs over it is told in `_triton/peer_channels.py`. Nothing here knows how memory is mapped.
 """
 
 from dataclasses import dataclass, field

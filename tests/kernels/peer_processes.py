@@ -24,7 +24,7 @@ def run_peers(
 ) -> None:
     """Run `body` in a process for each rank; fail with what failed in one.
 
-    Peers' memory is handed to the kernels as addresses alone: the interpreter writes back every tensor that it is given.
+    Peers' memory is handed to the kernels as addresses alone: the interpreter writes back every tensor it is given.
     `first_epoch`: launches that every channel is said to have seen.
     """
     size = memory_bytes(num_ranks, count, bytes_of_slot)
