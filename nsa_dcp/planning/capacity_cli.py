@@ -8,19 +8,20 @@ import sys
 from pathlib import Path
 
 from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
-from nsa_dcp.planning import capacity, step_model
+from nsa_dcp.planning import capacity
 from nsa_dcp.planning.card_table import USUAL_REQUESTS, cards_as_dict, format_cards, most_beside, plan_cards
 from nsa_dcp.planning.checkpoints import USUAL_FRACTION
 from nsa_dcp.planning.dimensions import PRESETS, ModelDims, preset_dims, read_config
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.planning.served_format import ARCHITECTURES, KV_CACHE_DTYPES, MOST_SMS, PAGE_SIZE, SLICED_ARCHITECTURES
+from nsa_dcp.planning.steps import step_model
 
 _PLAN_HELP = "tokens held at each dcp size"
 _MODEL_HELP = "predicted decode step of TP, TP-DCP and CP-DCP"
-_PLAN_DTYPES = (*capacity.KV_CACHE_DTYPES, "both")
-_SERVED_PAGE_SIZE = 64
+_PLAN_DTYPES = (*KV_CACHE_DTYPES, "both")
 # Of what a table of cards does not follow; the parser's own defaults.
-_PLAN_DEFAULTS = {"attn_dp_size": 1, "pp_size": 1, "index_shards": 1, "sm_count": 132, "draft_layers": 0}
-_UNSLICED = ("DeepseekV32ForCausalLM",)  # sglang slices GLM's alone: sglang_plugin/admission/cp_validation.py
+_PLAN_DEFAULTS = {"attn_dp_size": 1, "pp_size": 1, "index_shards": 1, "sm_count": MOST_SMS, "draft_layers": 0}
+_UNSLICED = tuple(name for name in ARCHITECTURES if name not in SLICED_ARCHITECTURES)
 
 
 def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -62,7 +63,7 @@ def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.Argument
         help="split the index keys S ways; 1, the default, is what is served",
     )
     parser.add_argument("--draft-layers", type=int, help="MTP layers kept in the pool; default 0")
-    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
     parser.add_argument("--context", type=int, help="tokens of the CP-DCP gather buffer; default: the largest context")
     parser.add_argument("--chunked-prefill-size", type=int, default=8192)
     parser.add_argument(
@@ -81,17 +82,16 @@ def run_plan(args: argparse.Namespace) -> int:
     """Print the plan; 0, or 2 with one sentence on stderr when an argument or config is wrong."""
     try:
         check_output_file("--plot", args.plot)
-        if args.page_size != _SERVED_PAGE_SIZE:
+        if args.page_size != PAGE_SIZE:
             raise NotImplementedError(
-                f"page_size must be {_SERVED_PAGE_SIZE}, the pages of the index-key cache and of FlashMLA, "
-                f"got {args.page_size}"
+                f"page_size must be {PAGE_SIZE}, the pages of the index-key cache and of FlashMLA, got {args.page_size}"
             )
         model = _model(args)
         if args.context is not None and args.context > model.max_context:
             raise ValueError(
                 f"context must be at most {model.max_context}, the longest of {model.name}, got {args.context}"
             )
-        dtypes = capacity.KV_CACHE_DTYPES if args.kv_cache_dtype == "both" else (args.kv_cache_dtype,)
+        dtypes = KV_CACHE_DTYPES if args.kv_cache_dtype == "both" else (args.kv_cache_dtype,)
         if args.gpu_memory_gib is None:
             text = _answer_for_cards(args, model)
         else:
@@ -127,7 +127,7 @@ def _plan_one_card(args: argparse.Namespace, model: ModelDims, dtypes: tuple[str
         draft_tokens=args.speculative_num_draft_tokens,
     )
     if args.plot:
-        from nsa_dcp.planning.capacity_plot import plot_capacity
+        from nsa_dcp.planning.plots.capacity_plot import plot_capacity
 
         plot_capacity(result, args.plot)
     return result
@@ -279,8 +279,8 @@ def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
     )
     parser.add_argument(
         "--kv-cache-dtype",
-        type=dtype_argument(capacity.KV_CACHE_DTYPES),
-        metavar=dtype_metavar(capacity.KV_CACHE_DTYPES),
+        type=dtype_argument(KV_CACHE_DTYPES),
+        metavar=dtype_metavar(KV_CACHE_DTYPES),
         default="fp8_e4m3",
         help="for what fits",
     )
@@ -318,7 +318,7 @@ def run_model(args: argparse.Namespace) -> int:
             model, setup, inputs, args.batch, args.context, args.gpu_memory_gib, args.kv_cache_dtype
         )
         if args.plot:
-            from nsa_dcp.planning.capacity_plot import plot_crossover
+            from nsa_dcp.planning.plots.capacity_plot import plot_crossover
 
             plot_crossover(report, args.plot)
     except (ValueError, NotImplementedError, RuntimeError, OSError) as error:

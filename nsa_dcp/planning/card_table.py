@@ -9,7 +9,7 @@ from nsa_dcp.planning import capacity
 from nsa_dcp.planning.budget import GIB, budget_bytes, require_positive
 from nsa_dcp.planning.checkpoints import CARDS, CHECKPOINTS, USUAL_FRACTION, Checkpoint, weights_gib
 from nsa_dcp.planning.dimensions import ModelDims
-from nsa_dcp.planning.limits import PAGE_ROWS
+from nsa_dcp.planning.served_format import PAGE_SIZE
 
 # As many as the largest decode graph that sglang captures for these cards holds.
 USUAL_REQUESTS = 512
@@ -86,7 +86,7 @@ def plan_cards(
                 weights = given_weights_gib
                 if weights is None:
                     weights = weights_gib(model, checkpoint.expert_bytes, tp_size, size)
-                widened_page = capacity.bytes_per_token(model, kv_cache_dtype, size).total * PAGE_ROWS * size
+                widened_page = capacity.bytes_per_token(model, kv_cache_dtype, size).total * PAGE_SIZE * size
                 if (card.free_gib * fraction - weights) * GIB < 2 * widened_page:
                     plans[size] = None
                     continue

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from nsa_dcp.planning.step_model import DecodeSetup
-from scripts.served_checks.server_config import parse_sizes
+from nsa_dcp.planning.steps.step_model import DecodeSetup
+from scripts.served_checks.servers.server_config import parse_sizes
 
 
 def setup_of(report: Mapping) -> tuple[str, DecodeSetup]:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nsa_dcp.sglang_plugin.admission.server_command import read_with_sglang
+from nsa_dcp.sglang_plugin.admission.reading.server_command import read_with_sglang
 
 DEFAULT_TIMEOUT_S = 180.0
 _POLL_S, _KILL_GRACE_S, _ORPHAN_GRACE_S = 0.02, 2.0, 10.0
@@ -186,7 +186,8 @@ def probe_plugin() -> dict[str, object]:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     from nsa_dcp.sglang_plugin.compat import check_symbols
-    from nsa_dcp.sglang_plugin.plugin import BACKEND_NAMES, BackendFactory
+    from nsa_dcp.sglang_plugin.patches import BACKEND_NAMES
+    from nsa_dcp.sglang_plugin.plugin import BackendFactory
     from nsa_dcp.sglang_plugin.resolution import missing_hooks
 
     missing = [
