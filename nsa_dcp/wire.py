@@ -12,12 +12,13 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nsa_dcp import comm
+from nsa_dcp.transport import VARIABLE
 from nsa_dcp_kernels import (
     PeerChannels,
     exchange_partials,
@@ -29,7 +30,6 @@ from nsa_dcp_kernels.kv_format import KV_LORA_RANK, LATENT_DIM
 from nsa_dcp_kernels.peer_exchange import MAX_PIECES, holds_partials, holds_rows
 from nsa_dcp_kernels.peer_memory import MAX_RANKS, describe_fault, memory_bytes, partial_unit, row_unit, slot_bytes
 
-VARIABLE, TRANSPORTS, DEFAULT_TRANSPORT = "NSA_DCP_WIRE", ("nccl", "peer"), "nccl"
 # Longer than ranks are apart while they compile kernels or capture graphs; a collective of torch waits for ten minutes.
 WAIT_LIMIT_S = 300.0
 # Programs of a launch for each SM. Registers and threads of either kernel let three be there at once.
@@ -106,18 +106,6 @@ class PeerWire:
     def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """[R, K] int32 of every rank -> [N * R, K], in rank order."""
         return gather_rows_from_peers(rows, self.channels)
-
-
-def chosen_transport(environ: Mapping[str, str] = os.environ) -> str:
-    """`peer` or `nccl`, as NSA_DCP_WIRE says.
-
-    Raises:
-        ValueError: it says something else.
-    """
-    value = environ.get(VARIABLE, DEFAULT_TRANSPORT)
-    if value not in TRANSPORTS:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(TRANSPORTS)}, got {value!r}")
-    return value
 
 
 def open_wire(

@@ -7,7 +7,8 @@ import torch
 
 from nsa_dcp import comm
 from nsa_dcp.config import DcpConfig
-from nsa_dcp.wire import VARIABLE, PeerWire, WireLoad, chosen_transport, end_process, open_wire
+from nsa_dcp.transport import VARIABLE, chosen_transport
+from nsa_dcp.wire import PeerWire, WireLoad, end_process, open_wire
 
 
 @dataclass(frozen=True)

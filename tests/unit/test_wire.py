@@ -7,7 +7,8 @@ import torch
 
 from nsa_dcp import tp_dcp, wire
 from nsa_dcp.testing.assertions import assert_bitwise_equal
-from nsa_dcp.wire import FaultWatch, PeerWire, WireLoad, chosen_transport, open_wire
+from nsa_dcp.transport import chosen_transport
+from nsa_dcp.wire import FaultWatch, PeerWire, WireLoad, open_wire
 from nsa_dcp_kernels import PeerChannels, localize_selection
 from nsa_dcp_kernels.peer_memory import CHANNEL_BITS, EPOCH_BITS, KIND_BITS, KIND_CODES, LATE, RANK_BITS
 
