@@ -24,7 +24,9 @@ from nsa_dcp.sglang_plugin.startup.cp_startup import build_context_parallel_back
 from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup.served_sizes import captured_requests, read_sizes, served_dtype
 from nsa_dcp.sglang_plugin.startup.server_description import describe_server
+from nsa_dcp.sglang_plugin.startup.server_wire import open_server_wire
 from nsa_dcp.sglang_plugin.startup.weight_updates import refuse_weight_updates
+from nsa_dcp.wire import PeerWire
 
 logger = logging.getLogger(__name__)
 
