@@ -28,7 +28,6 @@ from nsa_dcp.sglang_plugin.admission.validation import (
     find_typed_problems,
     is_served_here,
 )
-
 from nsa_dcp.transport import VARIABLE, chosen_transport
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Servers with a wire: TP-DCP and CP-DCP steps on real pools, the wire relayed between ranks that run one after another.
+"""Servers with a wire: TP-DCP and CP-DCP steps on real pools, the wire relayed between ranks that run in turn.
 
 What a wire carries on GPUs: tests/kernels/test_peer_exchange.py, tests/distributed/test_wire_on_gpus.py.
 """
