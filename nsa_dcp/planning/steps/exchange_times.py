@@ -48,7 +48,7 @@ def exchange_on_nccl(
 def exchange_on_peers(
     values: Values, backend: str, n: int, row_heads: int, value_dim: int, query_bytes: int, merged_bytes: int
 ) -> dict[str, float]:
-    """The same where one kernel packs, sends and merges, and another gathers heads where they belong. Args: as above."""
+    """The same where one kernel packs, sends and merges, and another gathers heads in order. Args: as above."""
     partials = row_heads * (value_dim * 2 + 4) * (n - 1) // n
     times = {"exchange": _peers_us(values, partials)}
     if query_bytes:

@@ -29,6 +29,7 @@ from nsa_dcp.planning.steps.exchange_times import (
 )
 from nsa_dcp.planning.steps.step_inputs import StepInput, interpolate, measured_inputs, override_inputs
 from nsa_dcp.planning.steps.weight_reads import WeightSizes, count_weight_bytes, weight_sizes
+from nsa_dcp.transport import TRANSPORTS
 
 __all__ = [
     "COMM_BACKENDS",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 MODES = ("tp", "tp_dcp", "cp_dcp")
+WIRES = TRANSPORTS
 _TERMS = (
     *("attention", "pad_heads", "localize", "gather_q", "arrange_heads", "exchange", "combine"),
     *("selection", "join_scores", "gather_selection", "cache_writes", "page_table", "weights", "all_reduce", "other"),
@@ -341,9 +343,7 @@ def _check(model: ModelDims, setup: DecodeSetup, mode: str, batch: int, context:
     if setup.wire not in WIRES:
         raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {setup.wire!r}")
     if setup.replicate_q_proj and setup.wire == "peer":
-        raise ValueError(
-            "replicate_q_proj must be off with wire peer, got on: queries are gathered through peer memory"
-        )
+        raise ValueError("replicate_q_proj must be off with wire peer, got on: queries travel through peer memory")
     if setup.replicate_q_proj and setup.comm_backend != "a2a":
         raise ValueError(
             f"replicate_q_proj must be off with comm_backend {setup.comm_backend}, got on: sglang replicates the query "
