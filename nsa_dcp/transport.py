@@ -3,7 +3,9 @@
 import os
 from collections.abc import Mapping
 
-VARIABLE, TRANSPORTS, DEFAULT_TRANSPORT = "NSA_DCP_WIRE", ("nccl", "peer"), "nccl"
+from nsa_dcp.choices import WIRES
+
+VARIABLE, DEFAULT_WIRE = "NSA_DCP_WIRE", "nccl"
 
 
 def chosen_transport(environ: Mapping[str, str] = os.environ) -> str:
@@ -12,7 +14,7 @@ def chosen_transport(environ: Mapping[str, str] = os.environ) -> str:
     Raises:
         ValueError: it says something else.
     """
-    value = environ.get("NSA_DCP_WIRE") or DEFAULT_TRANSPORT
-    if value not in TRANSPORTS:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(TRANSPORTS)}, got {value!r}")
+    value = environ.get("NSA_DCP_WIRE") or DEFAULT_WIRE
+    if value not in WIRES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(WIRES)}, got {value!r}")
     return value

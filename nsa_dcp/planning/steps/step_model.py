@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nsa_dcp.choices import COMM_BACKENDS
+from nsa_dcp.choices import COMM_BACKENDS, WIRES
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import ModelDims
 from nsa_dcp.planning.served_format import HEAD_BUCKETS, padded_heads
@@ -31,12 +31,10 @@ from nsa_dcp.planning.steps.exchange_times import (
 from nsa_dcp.planning.steps.step_inputs import StepInput, interpolate, measured_inputs, override_inputs
 from nsa_dcp.planning.steps.weight_reads import count_weight_bytes
 from nsa_dcp.planning.weight_counts import WeightCounts, count_weights
-from nsa_dcp.transport import TRANSPORTS
 
 __all__ = [
     "MAX_BATCH",
     "MODES",
-    "WIRES",
     "DecodeSetup",
     "format_report",
     "measured_inputs",
@@ -46,7 +44,6 @@ __all__ = [
 ]
 
 MODES = ("tp", "tp_dcp", "cp_dcp")
-WIRES = TRANSPORTS
 _TERMS = (
     *("attention", "pad_heads", "localize", "gather_q", "arrange_heads", "exchange", "combine"),
     *("selection", "join_scores", "gather_selection", "cache_writes", "page_table", "weights", "all_reduce", "other"),

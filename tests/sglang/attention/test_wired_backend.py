@@ -78,8 +78,11 @@ def attend(backend, mode, heads, problem):
     return out.view(-1, heads, 512)
 
 
-@pytest.mark.parametrize("kv_format", ["fp8", "bfloat16"])
-@pytest.mark.parametrize("mode", ["DECODE", "EXTEND", "TARGET_VERIFY"])
+@pytest.mark.parametrize(
+    ("mode", "kv_format"),
+    [("DECODE", "fp8"), ("EXTEND", "bfloat16"), ("TARGET_VERIFY", "fp8")],
+    ids=lambda value: value,
+)
 @pytest.mark.parametrize(("dcp_size", "most"), [(2, 5), (4, 5), (2, 4)], ids=["dcp2", "dcp4", "larger-than-taken"])
 def test_a_ranks_heads_come_back_complete(make_wired, dcp_size, most, mode, kv_format):
     """Over all tokens; and a step that the wire does not take goes over collectives, to the same end."""
@@ -114,16 +117,16 @@ def test_a_layer_with_other_heads_than_the_ranks_is_refused(make_wired):
 @pytest.mark.parametrize("step", STEPS)
 def test_context_parallel_steps_go_over_the_wire(make_cp_backend, step, sliced):
     prefixes, extends, mode = STEPS[step]
-    batch = simulation.CpBatch(2, prefixes, extends, mode=mode)
-    relayed = simulation.RelayedGroup(2)
+    batch = simulation.CpBatch(4, prefixes, extends, mode=mode)
+    relayed = simulation.RelayedGroup(4)
     for _ in range(5):
         results, used = [], []
-        for rank in range(2):
+        for rank in range(4):
             backend = make_cp_backend(relayed.rank(rank))
             backend._wire = RelayedWire(backend._group, 64, used)
             results.append(step_rank(backend, batch, sliced))
     assert_right(batch, results)
-    assert used == (["queries", "partials"] if sliced else ["partials", "queries"]) * 2
+    assert used == (["queries", "partials"] if sliced else ["partials", "queries"]) * 4
 
 
 @pytest.fixture(autouse=True)
