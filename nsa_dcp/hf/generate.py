@@ -144,13 +144,15 @@ def generate_on_rank(rank: int, send: Callable[[object], None], job: GenerateJob
     import torch
 
     from nsa_dcp.hf.checkpoint import load_model
-    from nsa_dcp.hf.engine import Engine, Request
-    from nsa_dcp.hf.ranks import join_groups
+    from nsa_dcp.hf.engine import Engine, Request, model_shape
+    from nsa_dcp.hf.ranks import join_groups, lay_wire
     from nsa_dcp.hf.static_decode import StaticDecode
 
     device = torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     model = load_model(job.directory, job.dtype, device)
-    engine = Engine(model, join_groups(job.config, rank, job.timeout_s), job.cache)
+    ranks = join_groups(job.config, rank, job.timeout_s)
+    ranks = lay_wire(ranks, model_shape(model).num_heads, len(job.prompts), device)
+    engine = Engine(model, ranks, job.cache)
     run_decode = None
     if job.cuda_graph:
         longest = max(len(prompt) for prompt in job.prompts) + job.max_new_tokens - 1

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nsa_dcp.choices import COMM_BACKENDS
+from nsa_dcp.choices import COMM_BACKENDS, WIRES
 from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
 from nsa_dcp.planning import capacity
 from nsa_dcp.planning.card_table import USUAL_REQUESTS, cards_as_dict, format_cards, most_beside, plan_cards
@@ -271,6 +271,7 @@ def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
     )
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 131072], help="tokens of each request")
     parser.add_argument("--dcp-comm-backend", choices=COMM_BACKENDS, default="a2a")
+    parser.add_argument("--wire", choices=WIRES, default="nccl", help="what NSA_DCP_WIRE says on the server")
     parser.add_argument(
         "--dcp-replicate-q-proj", action=argparse.BooleanOptionalAction, help="default: on with a2a, as in sglang"
     )
@@ -321,6 +322,7 @@ def run_model(args: argparse.Namespace) -> int:
             replicate_q_proj=args.dcp_replicate_q_proj,
             cp_decode_attn_tp=not unsliced if args.cp_decode_attn_tp is None else args.cp_decode_attn_tp,
             row_split_selection=args.row_split_selection,
+            wire=args.wire,
         )
         report = step_model.predict_report(
             model, setup, inputs, args.batch, args.context, args.gpu_memory_gib, args.kv_cache_dtype
