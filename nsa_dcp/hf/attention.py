@@ -124,7 +124,8 @@ class DcpAttention(nn.Module):
         """Attend with this rank's heads of the step's rows or, token-sharded, with all heads of its tokens."""
         kv_rows, group = self.latents.layers[self.layer], self.ranks.dcp_group
         if step.pages is None:
-            return attend_sharded(q, kv_rows, selection, self.sm_scale, group, self.ranks.config.dcp_comm_backend)
+            backend, wire = self.ranks.config.dcp_comm_backend, self.ranks.wire
+            return attend_sharded(q, kv_rows, selection, self.sm_scale, group, backend, wire)
         if step.rows is None:
             return attend_gathered(q, kv_rows, step.pages, selection, self.sm_scale, group)
         taken = step.rows.take_rows(q, group)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from nsa_dcp.choices import COMM_BACKENDS
+from nsa_dcp.choices import COMM_BACKENDS, WIRES
 from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
 from nsa_dcp.planning import capacity
 from nsa_dcp.planning.card_table import USUAL_REQUESTS, cards_as_dict, format_cards, most_beside, plan_cards
 from nsa_dcp.planning.checkpoints import USUAL_FRACTION
 from nsa_dcp.planning.dimensions import PRESETS, ModelDims, preset_dims, read_config
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS
+from nsa_dcp.planning.kv_heads.plan_cli import answer_for_kv_heads, kv_head_model
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.planning.served_format import ARCHITECTURES, KV_CACHE_DTYPES, MOST_SMS, PAGE_SIZE, SLICED_ARCHITECTURES
 from nsa_dcp.planning.steps import step_model
@@ -28,7 +31,7 @@ _UNSLICED = tuple(name for name in ARCHITECTURES if name not in SLICED_ARCHITECT
 def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add `plan` to the `nsa-dcp` parser; `args.run(args)` returns the exit status."""
     parser = subparsers.add_parser("plan", help=_PLAN_HELP, description=capacity.__doc__.split("\n\n")[0])
-    _add_model_arguments(parser)
+    _add_model_arguments(parser, KV_HEAD_PRESETS)
     parser.add_argument(
         "--gpu-memory-gib",
         type=float,
@@ -87,6 +90,10 @@ def run_plan(args: argparse.Namespace) -> int:
             raise NotImplementedError(
                 f"page_size must be {PAGE_SIZE}, the pages of the index-key cache and of FlashMLA, got {args.page_size}"
             )
+        kv_heads = kv_head_model(args.preset, args.config)
+        if kv_heads is not None:
+            print(answer_for_kv_heads(args, kv_heads))
+            return 0
         model = _model(args)
         if args.context is not None and args.context > model.max_context:
             raise ValueError(
@@ -265,6 +272,7 @@ def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
     )
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 131072], help="tokens of each request")
     parser.add_argument("--dcp-comm-backend", choices=COMM_BACKENDS, default="a2a")
+    parser.add_argument("--wire", choices=WIRES, default="nccl", help="what NSA_DCP_WIRE says on the server")
     parser.add_argument(
         "--dcp-replicate-q-proj", action=argparse.BooleanOptionalAction, help="default: on with a2a, as in sglang"
     )
@@ -315,6 +323,7 @@ def run_model(args: argparse.Namespace) -> int:
             replicate_q_proj=args.dcp_replicate_q_proj,
             cp_decode_attn_tp=not unsliced if args.cp_decode_attn_tp is None else args.cp_decode_attn_tp,
             row_split_selection=args.row_split_selection,
+            wire=args.wire,
         )
         report = step_model.predict_report(
             model, setup, inputs, args.batch, args.context, args.gpu_memory_gib, args.kv_cache_dtype
@@ -338,10 +347,11 @@ def run_model(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_model_arguments(parser: argparse.ArgumentParser, more_presets: Sequence[str] | None = None) -> None:
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--config", metavar="FILE", help="a checkpoint's config.json, or its directory")
-    chosen.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
+    names = PRESETS if more_presets is None else (*PRESETS, *more_presets)
+    chosen.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(names)}")
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:

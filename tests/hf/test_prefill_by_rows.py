@@ -117,8 +117,8 @@ def run_all(rank: int, _send, directory, config: DcpConfig, kv_cache_dtype: str,
                 CacheConfig(kv_cache_dtype, 16 * PAGE * config.dcp_size),
             )
             # "auto": by the rows of a step alone, so that both ways take turns.
-            engine.prefill_rule = dataclasses.replace(
-                engine.prefill_rule, least_rows=25 * config.dcp_size, page_weight=(0, 1)
+            engine.attention.prefill_rule = dataclasses.replace(
+                engine.attention.prefill_rule, least_rows=25 * config.dcp_size, page_weight=(0, 1)
             )
             results.append(run_prompts(engine, run, received, monkeypatch))
     return results
@@ -200,7 +200,7 @@ def run_mixed(engine: Engine, prompts: list[list[int]], keep: Callable, shared: 
 
 def expect_bytes(engine: Engine, step: dict) -> dict[str, int]:
     """What a step's layers bring this rank, by the formulas that the way is chosen by. Partials of `a2a`."""
-    sizes, ranks = engine.prefill_rule.sizes, engine.ranks
+    sizes, ranks = engine.attention.prefill_rule.sizes, engine.ranks
     rows = sum(step["lens"])
     own = len(range(ranks.dcp_rank, rows, ranks.config.dcp_size))
     if step["by_rows"]:

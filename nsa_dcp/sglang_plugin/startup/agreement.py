@@ -29,6 +29,7 @@ from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, ServerSe
 # Name, and the value that stands for a variable that is not set.
 OWN_VARIABLES: tuple[tuple[str, str], ...] = (
     ("NSA_DCP_TOPK", "exact"),
+    ("NSA_DCP_WIRE", "nccl"),
     ("NSA_DCP_PREFILL", "queries"),
 )
 

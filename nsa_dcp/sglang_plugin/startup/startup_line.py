@@ -29,6 +29,7 @@ def startup_line(
     topk: str,
     cp_strategy: str | None = None,
     prefill: str | None = None,
+    wire_bytes: int | None = None,
 ) -> str:
     """The line.
 
@@ -43,6 +44,7 @@ def startup_line(
         topk: what selects: `exact`, or the name of sglang's top-k backend.
         cp_strategy: `interleave` or `zigzag` in CP-DCP.
         prefill: `queries`, `rows` or `auto` in TP-DCP.
+        wire_bytes: of peer memory that the ranks exchange through, beside what is held; None: they use NCCL.
 
     ValueError: the group is empty.
     """
@@ -57,6 +59,8 @@ def startup_line(
         "heads": gathered_heads,
         "head_bucket": head_bucket,
         "dcp_comm_backend": comm_backend,
+        "wire": "nccl" if wire_bytes is None else "peer",
+        **({} if wire_bytes is None else {"wire_bytes": wire_bytes}),
         "topk": topk,
         **pool_facts(pool, len(group_ranks)),
         "buffer_budget_bytes": {

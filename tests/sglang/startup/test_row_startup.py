@@ -108,6 +108,14 @@ def test_broadcast_selections_stop_it(made, build, runner, monkeypatch):
     assert made == []
 
 
+def test_a_wire_stops_it(made, build, runner, monkeypatch):
+    monkeypatch.setenv("NSA_DCP_PREFILL", "auto")
+    monkeypatch.setenv("NSA_DCP_WIRE", "peer")
+    with pytest.raises(RuntimeError, match="exchanges by nccl with NSA_DCP_PREFILL, found NSA_DCP_WIRE=peer"):
+        build(runner)
+    assert made == []
+
+
 def test_layers_that_would_not_hand_over_their_own_heads_stop_it(made, build, runner, monkeypatch):
     monkeypatch.setenv("NSA_DCP_PREFILL", "rows")
     runner.model[0].attn_mqa.tp_q_head_num = HEADS
