@@ -41,7 +41,7 @@ class KvHeadShape:
             )
         if config.prefill == "rows":
             raise NotImplementedError(
-                "prefill must be queries or auto for models with KV heads, whose rows attend to whole contexts, got rows"
+                "prefill must be queries or auto for models with KV heads, whose rows see whole contexts, got rows"
             )
         span = config.tp_size
         if self.num_heads % span:

@@ -84,9 +84,8 @@ class Engine:
         """
         if not extends:
             return torch.empty(0, self.model.config.vocab_size, dtype=self.model.dtype, device=self.device)
-        return self.run(
-            build_step(extends, self.ranks, self.allocator.num_pages, self.device, self.attention.prefill_rule)
-        )
+        rule = self.attention.prefill_rule
+        return self.run(build_step(extends, self.ranks, self.allocator.num_pages, self.device, rule))
 
     def run(self, step: Step) -> torch.Tensor:
         """Run a step that was built already. Returns: as `forward`."""

@@ -72,7 +72,7 @@ class SparseAttention:
             comm_backend=ranks.config.dcp_comm_backend,
             selections_travel=ranks.config.selection == "row_split",
         )
-        self.prefill_rule = PrefillRule(sizes, ranks.config.prefill)
+        self.prefill_rule: PrefillRule | None = PrefillRule(sizes, ranks.config.prefill)
 
     def arguments(self, step: Step) -> dict[str, Any]:
         """What the model's forward is given of a step."""
