@@ -18,6 +18,7 @@ class ServerSettings:
     never a problem, but for `grammar_backend`: sglang then always chooses one. `prefill_cuda_graph` and
     `decode_cuda_graph` are the graph backends asked for; None or "disabled" when none was. `foreign_draft`: drafts come
     from another checkpoint. `pp_layer_partition`: the value of `nsa_dcp.planning.pipelines.PARTITION_VARIABLE`.
+    `wire`: that of `nsa_dcp.transport.VARIABLE`.
     `chunk_is_divided`: sglang has divided `chunked_prefill_size` by `attn_dp_size` already.
     """
 
@@ -29,6 +30,7 @@ class ServerSettings:
             "decode_cuda_graph",
             "foreign_draft",
             "pp_layer_partition",
+            "wire",
             "chunk_is_divided",
         )
     )
@@ -39,6 +41,7 @@ class ServerSettings:
     nnodes: int = 1
     pp_size: int = 1
     pp_layer_partition: str | None = None
+    wire: str | None = None
     pp_async_batch_depth: int = 0
     attn_dp_size: int = 1
     attn_cp_size: int = 1
