@@ -13,6 +13,7 @@ from typing import Any
 
 from nsa_dcp.command_line import check_output_file
 from nsa_dcp.config import CacheConfig, DcpConfig
+from nsa_dcp.kv_head_config import KvHeadShape
 from nsa_dcp.layout import pages_for, widened_page_size
 
 _PROGRESS_EVERY_S = 2.0
@@ -72,7 +73,9 @@ def run_generate(args: argparse.Namespace) -> int:
     written = read_prompts(args.prompts)
     directory = resolve_checkpoint(args.model, args.seed)
     checkpoint = open_checkpoint(directory)
-    config.check_model(checkpoint.shape)
+    checkpoint.shape.check_split(config)
+    if args.device == "cuda" and isinstance(checkpoint.shape, KvHeadShape):
+        raise NotImplementedError("device must be cpu for models with KV heads, whose attention has no kernel yet")
     prompts = tokenize_prompts(written, directory, checkpoint.vocab_size)
     check_lengths(prompts, args.max_new_tokens, checkpoint.context_length)
     dtype = args.dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from nsa_dcp.choices import COMM_BACKENDS, WIRES
@@ -13,6 +14,8 @@ from nsa_dcp.planning import capacity
 from nsa_dcp.planning.card_table import USUAL_REQUESTS, cards_as_dict, format_cards, most_beside, plan_cards
 from nsa_dcp.planning.checkpoints import USUAL_FRACTION
 from nsa_dcp.planning.dimensions import PRESETS, ModelDims, preset_dims, read_config
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS
+from nsa_dcp.planning.kv_heads.plan_cli import answer_for_kv_heads, kv_head_model
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.planning.served_format import ARCHITECTURES, KV_CACHE_DTYPES, MOST_SMS, PAGE_SIZE, SLICED_ARCHITECTURES
 from nsa_dcp.planning.steps import step_model
@@ -28,7 +31,7 @@ _UNSLICED = tuple(name for name in ARCHITECTURES if name not in SLICED_ARCHITECT
 def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add `plan` to the `nsa-dcp` parser; `args.run(args)` returns the exit status."""
     parser = subparsers.add_parser("plan", help=_PLAN_HELP, description=capacity.__doc__.split("\n\n")[0])
-    _add_model_arguments(parser)
+    _add_model_arguments(parser, KV_HEAD_PRESETS)
     parser.add_argument(
         "--gpu-memory-gib",
         type=float,
@@ -87,6 +90,10 @@ def run_plan(args: argparse.Namespace) -> int:
             raise NotImplementedError(
                 f"page_size must be {PAGE_SIZE}, the pages of the index-key cache and of FlashMLA, got {args.page_size}"
             )
+        kv_heads = kv_head_model(args.preset, args.config)
+        if kv_heads is not None:
+            print(answer_for_kv_heads(args, kv_heads))
+            return 0
         model = _model(args)
         if args.context is not None and args.context > model.max_context:
             raise ValueError(
@@ -339,10 +346,11 @@ def run_model(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_model_arguments(parser: argparse.ArgumentParser, more_presets: Sequence[str] | None = None) -> None:
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--config", metavar="FILE", help="a checkpoint's config.json, or its directory")
-    chosen.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
+    names = PRESETS if more_presets is None else (*PRESETS, *more_presets)
+    chosen.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(names)}")
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:

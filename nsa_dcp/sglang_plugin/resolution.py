@@ -16,6 +16,7 @@ from typing import Any
 from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.planning.served_format import row_bytes
+from nsa_dcp.sglang_plugin.admission.rules.kv_head_rules import OTHER_ATTENTION, find_kv_head_problems
 from nsa_dcp.sglang_plugin.admission.rules.weight_rules import projection_format, read_quantization
 from nsa_dcp.sglang_plugin.admission.server_settings import Problem, is_foreign_draft, settle_typed
 from nsa_dcp.sglang_plugin.admission.validation import (
@@ -103,6 +104,7 @@ def check_resolved_settings(server_args: Any, previous: Callable[[Any], None]) -
     """
     previous(server_args)
     settings, model, capability = read_command(server_args)
+    refuse(find_kv_head_problems(settings, model, capability), settings.dcp_size)
     if not is_served_here(settings, model, capability):
         return
     check_command(settings, model, capability)
@@ -179,7 +181,12 @@ def read_command(server_args: Any, *, typed: bool = False) -> tuple[ServerSettin
 
 def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
     from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.configs.model_config import dsa_layer_skips_topk, get_dsa_index_kpool, is_deepseek_dsa
+    from sglang.srt.configs.model_config import (
+        AttentionArch,
+        dsa_layer_skips_topk,
+        get_dsa_index_kpool,
+        is_deepseek_dsa,
+    )
     from sglang.srt.connector import ConnectorType
     from sglang.srt.utils.common import parse_connector_type
 
@@ -188,11 +195,20 @@ def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
         return ModelFacts(is_dsa=False)
     model_config = model_config_of(server_args)
     hf_config = model_config.hf_config
+    architecture = (hf_config.architectures or ("",))[0]
     if not is_deepseek_dsa(hf_config):
-        return ModelFacts(is_dsa=False)
+        if model_config.attention_arch != AttentionArch.MHA or architecture in OTHER_ATTENTION:
+            return ModelFacts(is_dsa=False, architecture=architecture)
+        return ModelFacts(
+            is_dsa=False,
+            has_kv_heads=True,
+            architecture=architecture,
+            num_attention_heads=model_config.num_attention_heads or 0,
+            num_key_value_heads=model_config.get_total_num_kv_heads(),
+        )
     return ModelFacts(
         is_dsa=True,
-        architecture=hf_config.architectures[0],
+        architecture=architecture,
         num_attention_heads=model_config.num_attention_heads,
         kv_lora_rank=model_config.kv_lora_rank,
         qk_rope_head_dim=model_config.qk_rope_head_dim,
@@ -213,6 +229,8 @@ def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
 def _gpu_capability() -> tuple[int, int] | None:
     import torch
 
+    if torch.version.hip is not None:
+        return None  # an AMD GPU's numbers mean other GPUs: gfx90a would count as Hopper
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 

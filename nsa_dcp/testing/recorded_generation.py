@@ -11,6 +11,7 @@ from nsa_dcp.config import CacheConfig, DcpConfig
 from nsa_dcp.hf import attention
 from nsa_dcp.hf.checkpoint import load_model
 from nsa_dcp.hf.engine import Engine
+from nsa_dcp.hf.families.sparse import SparseAttention
 from nsa_dcp.hf.ranks import join_groups
 from nsa_dcp.hf.static_decode import StaticDecode
 from nsa_dcp_kernels import reference
@@ -25,6 +26,12 @@ def make_engine(
     """Load the checkpoint and put it under DCP."""
     device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     return Engine(load_model(directory, dtype, device), join_groups(config, rank), cache)
+
+
+def sparse_attention(engine: Engine) -> SparseAttention:
+    """The attention of an engine that runs a DSA model."""
+    assert isinstance(engine.attention, SparseAttention)
+    return engine.attention
 
 
 def generate_recorded(rank: int, _send: Any, runs: list[dict]) -> list[dict]:
@@ -105,7 +112,7 @@ def _record_selections() -> list[tuple]:
 def _selections_by_row(engine: Engine, requests: list, calls: list[tuple]) -> dict[tuple[int, int, int], list[int]]:
     """(request, layer, query position) -> selected positions, for the rows that this rank was given all of."""
     request_of = {request.pages[0] * engine.ranks.config.dcp_size: number for number, request in enumerate(requests)}
-    layer_of = {cache.data_ptr(): layer for layer, cache in engine.index_keys.layers.items()}
+    layer_of = {cache.data_ptr(): layer for layer, cache in sparse_attention(engine).index_keys.layers.items()}
     selections = {}
     for index_cache, first_pages, context_lens, selected in calls:
         layer = layer_of[index_cache.data_ptr()]
@@ -139,7 +146,7 @@ def _rows_by_position(engine: Engine, request: Any) -> list[tuple[list[int], tor
         if slot % dcp_size == dcp_rank:
             positions.append(position)
             rows.append(slot // dcp_size)
-    return [(positions, layer[rows].cpu()) for layer in engine.latents.layers]
+    return [(positions, layer[rows].cpu()) for layer in sparse_attention(engine).latents.layers]
 
 
 def generate_statically(

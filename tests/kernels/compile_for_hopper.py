@@ -20,6 +20,7 @@ from nsa_dcp_kernels._triton import (
     index_page_gather,
     index_query,
     kv_pack,
+    kv_scatter,
     latent_dequant,
     localize,
     lse_merge,
@@ -124,6 +125,18 @@ def compile_cache_writes() -> None:
             kv_pack.gather_index_keys(cache, slots)
 
 
+def compile_kv_writes() -> None:
+    for dtype, num_tokens, heads, dim, slot_dtype, group in [
+        (torch.bfloat16, 1, 1, 128, torch.int32, (1, 0)),
+        (torch.bfloat16, 128, 2, 96, torch.int64, (8, 7)),
+        (torch.float32, 3, 1, 80, torch.int64, (3, 1)),
+    ]:
+        k = torch.zeros(num_tokens, heads, dim, dtype=dtype)
+        for stored in (torch.bfloat16, torch.float8_e4m3fn):
+            cache = torch.zeros(64, heads, dim, dtype=stored)
+            kv_scatter.scatter_kv_(cache, cache, k, k, torch.zeros(num_tokens, dtype=slot_dtype), *group, 1.0, 0.5)
+
+
 def compile_page_gather() -> None:
     page_gather.gather_pages(torch.zeros(128, 656, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32), 64)
     page_gather.gather_pages(torch.zeros(3, 1, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32), 3)
@@ -209,6 +222,7 @@ if __name__ == "__main__":
     JITFunction.run = compile_instead_of_launching(JITFunction.run)
     compile_merges()
     compile_cache_writes()
+    compile_kv_writes()
     compile_page_gather()
     compile_index_page_gather()
     compile_page_tables()

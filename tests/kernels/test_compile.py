@@ -28,6 +28,7 @@ KERNELS = {
     "_quantise_queries_kernel",
     "_remap_to_gathered_kernel",
     "_scatter_index_keys_kernel",
+    "_scatter_kv_kernel",
     "_scatter_plain_kernel",
     "_schedule_kernel",
     "_score_page_kernel",
