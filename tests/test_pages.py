@@ -158,8 +158,8 @@ def test_the_page_of_the_architecture_says_what_servers_and_engine_share():
             ):
                 found |= {(node.module, alias.name) for alias in node.names}
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert {module for module, _ in found} == {"nsa_dcp.cp_dcp", "nsa_dcp.wire", "nsa_dcp.transport"}
-    assert "the wire (`wire`, `transport`)" in text
+    assert {module for module, _ in found} == {"nsa_dcp.cp_dcp", "nsa_dcp.wire"}
+    assert "the wire (`wire`)" in text
     (said,) = re.findall(r"of `cp_dcp` three names, (.*?)\.", text, re.DOTALL)
     assert set(re.findall(r"`(\w+)`", said)) == {name for module, name in found if module == "nsa_dcp.cp_dcp"}
 

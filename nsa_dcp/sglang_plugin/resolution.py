@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from nsa_dcp.choices import WIRE_VARIABLE
 from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.planning.served_format import row_bytes
@@ -29,7 +30,6 @@ from nsa_dcp.sglang_plugin.admission.validation import (
     find_typed_problems,
     is_served_here,
 )
-from nsa_dcp.transport import VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ def read_command(server_args: Any, *, typed: bool = False) -> tuple[ServerSettin
         decode_cuda_graph=_cuda_graph_backend(view, "decode"),
         foreign_draft=is_foreign_draft(view.speculative_draft_model_path, view.model_path),
         pp_layer_partition=os.environ.get(PARTITION_VARIABLE),
-        wire=os.environ.get(VARIABLE),
+        wire=os.environ.get(WIRE_VARIABLE),
         chunk_is_divided=not typed,
         **{name: values[name] for name in same_name},
     )

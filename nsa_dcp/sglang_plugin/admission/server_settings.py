@@ -18,7 +18,7 @@ class ServerSettings:
     never a problem, but for `grammar_backend`: sglang then always chooses one. `prefill_cuda_graph` and
     `decode_cuda_graph` are the graph backends asked for; None or "disabled" when none was. `foreign_draft`: drafts come
     from another checkpoint. `pp_layer_partition`: the value of `nsa_dcp.planning.pipelines.PARTITION_VARIABLE`.
-    `wire`: that of `nsa_dcp.transport.VARIABLE`.
+    `wire`: that of `nsa_dcp.choices.WIRE_VARIABLE`.
     `chunk_is_divided`: sglang has divided `chunked_prefill_size` by `attn_dp_size` already.
     """
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from nsa_dcp.choices import WIRE_VARIABLE
 from nsa_dcp.planning.config_fields import (
     first_architecture,
     language_fields,
@@ -35,7 +36,6 @@ from nsa_dcp.sglang_plugin.admission.reading.sglang_flags import list_unjudged
 from nsa_dcp.sglang_plugin.admission.rules.weight_rules import projection_format, read_quantization
 from nsa_dcp.sglang_plugin.admission.server_settings import is_foreign_draft, settle_typed
 from nsa_dcp.sglang_plugin.admission.validation import ModelFacts, ServerSettings
-from nsa_dcp.transport import VARIABLE
 
 _GLM, _DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
 # Of both in transformers, where a config does not say.
@@ -137,7 +137,7 @@ def command_from_fields(
         config = (read["cuda_graph_config"] or {}).get(phase, {})
         values[f"{phase}_cuda_graph"] = config.get("backend", read[f"cuda_graph_backend_{phase}"])
     values["pp_layer_partition"] = environment.get(PARTITION_VARIABLE)
-    values["wire"] = environment.get(VARIABLE)
+    values["wire"] = environment.get(WIRE_VARIABLE)
     values["foreign_draft"] = is_foreign_draft(read["speculative_draft_model_path"], read["model_path"])
     given = {name: value for name, value in fields_read.items() if value != _defaults().get(name)}
     return ServerCommand(

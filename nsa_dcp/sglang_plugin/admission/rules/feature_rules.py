@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from nsa_dcp.choices import WIRES
+from nsa_dcp.choices import WIRE_VARIABLE, WIRES
 from nsa_dcp.sglang_plugin.admission.advice import Advice, Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.server_settings import Problem, ServerSettings
-from nsa_dcp.transport import VARIABLE
 
 _OFF = (None, False, 0, "", "null", "none")
 _CHANGES_BLOCKS = "its block copies do not know which rank owns a slot"
@@ -134,15 +133,15 @@ def find_feature_problems(settings: ServerSettings) -> list[Problem]:
     if settings.wire and settings.wire not in WIRES:
         problems.append(
             Problem(
-                f"{VARIABLE}={settings.wire}",
+                f"{WIRE_VARIABLE}={settings.wire}",
                 f"it must be one of {', '.join(WIRES)}",
-                advise(drop(VARIABLE, said=f"unset {VARIABLE}")),
+                advise(drop(WIRE_VARIABLE, said=f"unset {WIRE_VARIABLE}")),
             )
         )
     if settings.wire == "peer" and settings.dcp_replicate_q_proj:
         problems.append(
             Problem(
-                f"--dcp-replicate-q-proj with {VARIABLE}=peer",
+                f"--dcp-replicate-q-proj with {WIRE_VARIABLE}=peer",
                 "queries are gathered through peer memory, and nothing would read the copies of their projection",
                 advise(drop("--dcp-replicate-q-proj", said="drop it")),
             )
