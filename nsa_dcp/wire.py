@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_dcp import comm
-from nsa_dcp.transport import VARIABLE
+from nsa_dcp.choices import WIRE_VARIABLE
 from nsa_dcp_kernels import (
     PeerChannels,
     exchange_partials,
@@ -160,7 +160,7 @@ def open_wire(
     right = _try_exchanges(wire, load, device)
     if not comm.agree(right, group, device):
         raise RuntimeError(
-            f"{VARIABLE}=peer: a rank did not receive what the others sent through peer memory; set {VARIABLE}=nccl"
+            f"{WIRE_VARIABLE}=peer: a rank did not receive what was sent through peer memory; set {WIRE_VARIABLE}=nccl"
         )
     return wire
 

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 SOURCES = {"nsa_dcp": ROOT / "nsa_dcp", "nsa_dcp_kernels": ROOT / "kernels" / "nsa_dcp_kernels"}
 # What may load a model library, a server or a compiler: everything else must stay light.
 HEAVY = ("nsa_dcp.hf", "nsa_dcp.testing", "nsa_dcp_kernels._triton")
-HEAVY += tuple(f"nsa_dcp.sglang_plugin.attention.{name}" for name in ("backend", "cp_backend", "row_backend"))
+_BACKENDS = ("backend", "cp_backend", "row_backend", "wired_backend")
+HEAVY += tuple(f"nsa_dcp.sglang_plugin.attention.{name}" for name in _BACKENDS)
 LIGHT_PACKAGES = {"nsa_dcp", "nsa_dcp_kernels", "torch", "numpy"}
 MAX_LINES = 400
 # A folder is a role: more modules than this are several roles, but where all are alike, an op or a test each.

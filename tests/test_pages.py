@@ -115,19 +115,26 @@ def names_from_kernels(tree: ast.AST) -> set[str]:
 
 
 def ops_of_servers() -> set[str]:
-    """Ops that the plugin calls, itself or through the functions of row_prefill.py that it imports."""
-    found, borrowed = set(), set()
+    """Ops that the plugin calls: itself, through the functions of row_prefill.py that it imports, or over a wire."""
+    found, borrowed, used_of_wires = set(), set(), set()
     for path in sorted((ROOT / "nsa_dcp" / "sglang_plugin").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         found |= names_from_kernels(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == "nsa_dcp.row_prefill":
                 borrowed |= {alias.name for alias in node.names}
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "wire":
+                used_of_wires.add(node.attr)
     tree = ast.parse((ROOT / "nsa_dcp" / "row_prefill.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if getattr(node, "name", None) in borrowed:
             called = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
             found |= called & names_from_kernels(tree)
+    tree = ast.parse((ROOT / "nsa_dcp" / "wire.py").read_text(encoding="utf-8"))
+    (wire,) = (node for node in tree.body if getattr(node, "name", None) == "PeerWire")
+    for node in wire.body:
+        if getattr(node, "name", None) in used_of_wires:
+            found |= {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} & names_from_kernels(tree)
     return {name for name in found if name.islower()}
 
 
@@ -142,7 +149,7 @@ def test_the_page_of_the_kernels_says_which_ops_servers_run():
 
 
 def test_the_page_of_the_architecture_says_what_servers_and_engine_share():
-    """Of the modules beside `planning`, the plugin imports `row_prefill` alone, and what the page names."""
+    """Of the modules beside `planning`, the plugin imports `row_prefill`, and the wire's, and what the page names."""
     found = set()
     for path in sorted((ROOT / "nsa_dcp" / "sglang_plugin").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -151,9 +158,10 @@ def test_the_page_of_the_architecture_says_what_servers_and_engine_share():
             ):
                 found |= {(node.module, alias.name) for alias in node.names}
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert {module for module, _ in found} == {"nsa_dcp.row_prefill"}
+    assert {module for module, _ in found} == {"nsa_dcp.row_prefill", "nsa_dcp.wire"}
+    assert "the wire (`wire`)" in text
     (said,) = re.findall(r"of `row_prefill` three names, (.*?)\.", text, re.DOTALL)
-    assert set(re.findall(r"`(\w+)`", said)) == {name for _, name in found}
+    assert set(re.findall(r"`(\w+)`", said)) == {name for module, name in found if module == "nsa_dcp.row_prefill"}
 
 
 def table_rows(text: str, first: str) -> list[list[str]]:

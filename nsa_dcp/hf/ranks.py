@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from nsa_dcp import comm
+from nsa_dcp.choices import WIRE_VARIABLE, chosen_wire
 from nsa_dcp.config import DcpConfig
-from nsa_dcp.transport import VARIABLE, chosen_transport
 from nsa_dcp.wire import PeerWire, WireLoad, end_process, open_wire
 
 
@@ -61,12 +61,12 @@ def lay_wire(ranks: Ranks, num_heads: int, max_batch: int, device: torch.device)
         ValueError: the variable says neither `peer` nor `nccl`.
         RuntimeError: peer memory does not carry what is sent.
     """
-    if chosen_transport() != "peer" or ranks.config.dcp_size == 1:
+    if chosen_wire() != "peer" or ranks.config.dcp_size == 1:
         return ranks
     heads = num_heads // ranks.config.tp_size * ranks.config.dcp_size
     wire = open_wire(ranks.dcp_group, device, WireLoad(max_batch, heads), end_process)
     if isinstance(wire, str):
         if ranks.rank == 0:
-            print(f"nsa-dcp: {VARIABLE}=peer, but the ranks exchange by collectives: {wire}", file=sys.stderr)
+            print(f"nsa-dcp: {WIRE_VARIABLE}=peer, but the ranks exchange by collectives: {wire}", file=sys.stderr)
         return ranks
     return replace(ranks, wire=wire)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nsa_dcp import tp_dcp, wire
+from nsa_dcp.choices import chosen_wire
 from nsa_dcp.testing.assertions import assert_bitwise_equal
-from nsa_dcp.transport import chosen_transport
 from nsa_dcp.wire import FaultWatch, PeerWire, WireLoad, open_wire
 from nsa_dcp_kernels import PeerChannels, localize_selection
 from nsa_dcp_kernels.peer_memory import CHANNEL_BITS, EPOCH_BITS, KIND_BITS, KIND_CODES, LATE, RANK_BITS
@@ -33,10 +33,10 @@ def partials(rows, heads=8, dtype=torch.bfloat16):
 
 
 def test_a_user_chooses_the_transport_and_a_wrong_word_is_refused():
-    assert chosen_transport({}) == "nccl"
-    assert chosen_transport({"NSA_DCP_WIRE": "peer"}) == "peer"
+    assert chosen_wire({}) == "nccl"
+    assert chosen_wire({"NSA_DCP_WIRE": "peer"}) == "peer"
     with pytest.raises(ValueError, match="NSA_DCP_WIRE must be one of nccl, peer, got 'Peer'"):
-        chosen_transport({"NSA_DCP_WIRE": "Peer"})
+        chosen_wire({"NSA_DCP_WIRE": "Peer"})
 
 
 def test_a_wire_takes_every_step_up_to_its_load_and_leaves_larger_ones():

@@ -22,6 +22,7 @@ class ServerSettings:
     `decode_cuda_graph` are the graph backends asked for; None or "disabled" when none was. `foreign_draft`: drafts come
     from another checkpoint. `pp_layer_partition`: the value of `nsa_dcp.planning.pipelines.PARTITION_VARIABLE`.
     `prefill_way`: of `PREFILL_VARIABLE`, one of `nsa_dcp.choices.PREFILL_WAYS`; None or empty means "queries".
+    `wire`: that of `nsa_dcp.choices.WIRE_VARIABLE`.
     `chunk_is_divided`: sglang has divided `chunked_prefill_size` by `attn_dp_size` already.
     """
 
@@ -34,6 +35,7 @@ class ServerSettings:
             "foreign_draft",
             "pp_layer_partition",
             "prefill_way",
+            "wire",
             "chunk_is_divided",
         )
     )
@@ -45,6 +47,7 @@ class ServerSettings:
     pp_size: int = 1
     pp_layer_partition: str | None = None
     prefill_way: str | None = None
+    wire: str | None = None
     pp_async_batch_depth: int = 0
     attn_dp_size: int = 1
     attn_cp_size: int = 1

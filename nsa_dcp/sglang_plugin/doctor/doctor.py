@@ -261,7 +261,8 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str, *, dsa
         "kernel",
         f"backends: prefill {settings.dsa_prefill_backend or SPARSE_BACKEND}, "
         f"decode {settings.dsa_decode_backend or SPARSE_BACKEND}",
-        f"merge: {settings.dcp_comm_backend or 'a2a'}",
+        f"merge: {settings.dcp_comm_backend or 'a2a'}"
+        + (", over peer memory where it can be mapped (NSA_DCP_WIRE=peer)" if settings.wire == "peer" else ""),
         f"KV cache: {settings.kv_cache_dtype}"
         + (", which sglang resolves to bfloat16 on Hopper" if settings.kv_cache_dtype == "auto" else ""),
     ]

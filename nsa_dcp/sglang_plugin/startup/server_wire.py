@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from nsa_dcp.choices import WIRE_VARIABLE, chosen_wire
 from nsa_dcp.sglang_plugin.compat import require
 from nsa_dcp.sglang_plugin.startup.served_sizes import captured_requests, read_shape, read_sizes
-from nsa_dcp.transport import VARIABLE, chosen_transport
 from nsa_dcp.wire import FAULT_EXIT_CODE, PeerWire, WireLoad, open_wire
 
 logger = logging.getLogger(__name__)
@@ -33,14 +33,14 @@ def open_server_wire(model_runner: Any, parallel: Any) -> PeerWire | None:
         ValueError: the variable says neither `peer` nor `nccl`.
         RuntimeError: peer memory does not carry what is sent, or queries are projected for all ranks' heads.
     """
-    if chosen_transport() != "peer":
+    if chosen_wire() != "peer":
         return None
     require(not parallel.dcp_replicate_q_proj, "query projections that are not gathered", "--dcp-replicate-q-proj")
     load = WireLoad(count_rows(model_runner, parallel), read_shape(model_runner, parallel).gathered_heads)
     group = parallel.dcp_group
     wire = open_wire(group.device_group, torch.device(model_runner.device, model_runner.gpu_id), load, end_server)
     if isinstance(wire, str):
-        logger.warning("nsa-dcp: %s=peer, but this server exchanges through NCCL: %s", VARIABLE, wire)
+        logger.warning("nsa-dcp: %s=peer, but this server exchanges through NCCL: %s", WIRE_VARIABLE, wire)
         return None
     return wire
 

@@ -37,6 +37,16 @@ def test_what_cannot_be_served_is_refused_and_unsetting_it_helps(settings, way, 
     assert change.drop == ("NSA_DCP_PREFILL",)
 
 
+@pytest.mark.parametrize("way", ["rows", "auto"])
+def test_by_rows_goes_over_nccl_alone(way):
+    asked = dataclasses.replace(TP_DCP, prefill_way=way, wire="peer")
+    (problem,) = find_problems(asked, GLM, HOPPER)
+    assert problem.asked == f"NSA_DCP_PREFILL={way} with NSA_DCP_WIRE=peer"
+    assert [change.drop for change in problem.instead.changes] == [("NSA_DCP_WIRE",), ("NSA_DCP_PREFILL",)]
+    for served in ({"wire": None}, {"wire": "nccl"}, {"prefill_way": None}, {"prefill_way": "queries"}):
+        assert find_problems(dataclasses.replace(asked, **served), GLM, HOPPER) == []
+
+
 def test_doctor_reads_it_off_the_line():
     words = ["NSA_DCP_PREFILL=auto", "python", "-m", "sglang.launch_server", "--model-path", "GLM-5.2"]
     line = read_launch_line(words, {})

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from nsa_dcp.choices import WIRE_VARIABLE
 from nsa_dcp.planning.config_fields import (
     first_architecture,
     language_fields,
@@ -137,6 +138,7 @@ def command_from_fields(
         values[f"{phase}_cuda_graph"] = config.get("backend", read[f"cuda_graph_backend_{phase}"])
     values["pp_layer_partition"] = environment.get(PARTITION_VARIABLE)
     values["prefill_way"] = environment.get(PREFILL_VARIABLE)
+    values["wire"] = environment.get(WIRE_VARIABLE)
     values["foreign_draft"] = is_foreign_draft(read["speculative_draft_model_path"], read["model_path"])
     given = {name: value for name, value in fields_read.items() if value != _defaults().get(name)}
     return ServerCommand(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nsa_dcp.choices import WIRE_VARIABLE, WIRES
 from nsa_dcp.sglang_plugin.admission.advice import Advice, Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.server_settings import Problem, ServerSettings
 
@@ -127,6 +128,22 @@ def find_feature_problems(settings: ServerSettings) -> list[Problem]:
                     Change(("--enable-weights-cpu-backup",), said="add --enable-weights-cpu-backup"),
                     Change(("--no-dcp-replicate-q-proj",), ("--enable-cp-decode-attn-tp",)),
                 ),
+            )
+        )
+    if settings.wire and settings.wire not in WIRES:
+        problems.append(
+            Problem(
+                f"{WIRE_VARIABLE}={settings.wire}",
+                f"it must be one of {', '.join(WIRES)}",
+                advise(drop(WIRE_VARIABLE, said=f"unset {WIRE_VARIABLE}")),
+            )
+        )
+    if settings.wire == "peer" and settings.dcp_replicate_q_proj:
+        problems.append(
+            Problem(
+                f"--dcp-replicate-q-proj with {WIRE_VARIABLE}=peer",
+                "queries are gathered through peer memory, and nothing would read the copies of their projection",
+                advise(drop("--dcp-replicate-q-proj", said="drop it")),
             )
         )
     return problems

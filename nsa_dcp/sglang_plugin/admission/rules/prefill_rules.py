@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nsa_dcp.choices import PREFILL_WAYS
+from nsa_dcp.choices import PREFILL_WAYS, WIRE_VARIABLE
 from nsa_dcp.sglang_plugin.admission.advice import advise, drop
 from nsa_dcp.sglang_plugin.admission.server_settings import PREFILL_VARIABLE, Problem, ServerSettings
 
@@ -23,4 +23,10 @@ def find_prefill_problems(settings: ServerSettings) -> list[Problem]:
     if settings.enable_prefill_cp and asked != "queries":
         reason = "with prefill context parallelism every rank has rows of its own already; the choice is TP-DCP's"
         return [Problem(f"{PREFILL_VARIABLE}={asked} with --enable-prefill-cp", reason, _UNSET)]
+    if settings.wire == "peer" and asked != "queries":
+        reason = "the backend that prefills by rows exchanges over NCCL alone"
+        advice = advise(
+            drop(WIRE_VARIABLE, said=f"unset {WIRE_VARIABLE}"), drop(PREFILL_VARIABLE, said=f"unset {PREFILL_VARIABLE}")
+        )
+        return [Problem(f"{PREFILL_VARIABLE}={asked} with {WIRE_VARIABLE}=peer", reason, advice)]
     return []
