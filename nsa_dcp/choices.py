@@ -6,6 +6,9 @@ Read by what must answer without torch, so that this module needs nothing.
 MODES = ("tp", "cp")
 CP_STRATEGIES = ("interleave", "zigzag")
 COMM_BACKENDS = ("a2a", "ag_rs")
+WIRES = ("nccl", "peer")
 SELECTIONS = ("replicated", "row_split")
+# Of TP-DCP's prefills: planning.prefill_ways.
+PREFILL_WAYS = ("queries", "rows", "auto")
 # Of the embedded engine's caches. Servers and the planner have no float32 one, and servers spell bf16 as sglang does.
 KV_CACHE_DTYPES = ("float32", "bf16", "fp8_e4m3")

@@ -1,6 +1,7 @@
 """The step's collectives, over a group that the caller hands in. A group of one rank, or None, communicates nothing."""
 
 import datetime
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -118,6 +119,65 @@ def gather_heads(q: torch.Tensor, group: Group) -> torch.Tensor:
     return all_gather(q, group).transpose(0, 1).flatten(1, 2)
 
 
+def exchange_heads_for_rows(q: torch.Tensor, counts: list[int], group: Group) -> torch.Tensor:
+    """Give every rank all heads of its rows. All ranks must call it, also one without a row.
+
+    Args:
+        q: [T, H, D]. This rank's heads of every row: rank 0's rows first, then rank 1's, ..
+        counts: rows of each rank, the same list on every rank. They sum to T.
+        group: the DCP group.
+
+    Returns:
+        [t, N * H, D], this rank's t rows, heads in rank order.
+
+    Raises:
+        ValueError: the counts are not those of the group's ranks, or of other rows.
+    """
+    size = size_of(group)
+    own = _own_count(counts, group)
+    if q.shape[0] != sum(counts):
+        raise ValueError(f"q must have the {sum(counts)} rows of counts, got {q.shape[0]}")
+    received = _exchange_blocks(q, counts, [own] * size, group)
+    return received.view(size, own, *q.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+
+def exchange_rows_for_heads(out: torch.Tensor, counts: list[int], group: Group) -> torch.Tensor:
+    """Give every rank its heads of all rows: undoes `exchange_heads_for_rows`. All ranks must call it.
+
+    Args:
+        out: [t, N * H, D]. This rank's rows, heads in rank order.
+        counts, group: as there.
+
+    Returns:
+        [T, H, D]: rank 0's rows first, then rank 1's, ..
+
+    Raises:
+        ValueError: as there.
+    """
+    size, own = size_of(group), _own_count(counts, group)
+    if out.shape[0] != own:
+        raise ValueError(f"out must have this rank's {own} rows, got {out.shape[0]}")
+    by_head = out.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
+    return _exchange_blocks(by_head, [own] * size, counts, group)
+
+
+def _own_count(counts: list[int], group: Group) -> int:
+    if len(counts) != size_of(group) or min(counts) < 0:
+        raise ValueError(f"counts must be of {size_of(group)} ranks, each 0 or more, got {counts}")
+    return counts[rank_in(group)]
+
+
+def _exchange_blocks(
+    sent: torch.Tensor, sent_counts: list[int], received_counts: list[int], group: Group
+) -> torch.Tensor:
+    """All-to-all of blocks of rows: the next `sent_counts[n]` rows go to rank n; what comes lies in rank order."""
+    if size_of(group) == 1:
+        return sent
+    received = sent.new_empty(sum(received_counts), *sent.shape[1:])
+    dist.all_to_all_single(received, sent.contiguous(), received_counts, sent_counts, group=group)
+    return received
+
+
 def merge_heads(out: torch.Tensor, lse: torch.Tensor, group: Group, comm_backend: str) -> torch.Tensor:
     """Merge the ranks' partial results and keep this rank's heads.
 
@@ -163,3 +223,60 @@ def _merge_ag_rs(out: torch.Tensor, lse: torch.Tensor, group: Group) -> torch.Te
     merged = torch.empty_like(chunks[0])
     _reduce_scatter_single(merged, chunks.flatten(0, 1), group=group)
     return merged.to(out.dtype)
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """Memory of this rank's GPU that the group's other ranks write into, and theirs.
+
+    local: [bytes] uint8, zeroed. addresses: where each rank's begins for this GPU, in rank order. handle: keeps it.
+    """
+
+    local: torch.Tensor
+    addresses: list[int]
+    handle: object
+
+
+def map_peer_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | str:
+    """Set memory aside on every rank of a group and map it into all. Every rank must call it, before it captures.
+
+    Args:
+        num_bytes: of each rank, the same on all.
+        group: of several ranks on GPUs, NCCL's.
+        device: this rank's GPU.
+
+    Returns:
+        The memory, on every rank; or on every rank why some rank has none.
+    """
+    mapped: PeerMemory | None = None
+    reason = ""
+    try:
+        # Not in every build of torch.
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        local = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+        local.zero_()
+        torch.cuda.synchronize(device)
+    except (ImportError, RuntimeError, NotImplementedError) as error:
+        reason = _first_line(error)
+    # Mapping waits for every rank, so none may begin it where one has nothing to map.
+    if not agree(not reason, group, device):
+        return reason or "another rank could not set memory aside"
+    try:
+        handle = symmetric_memory.rendezvous(local, group)
+        mapped = PeerMemory(local, [int(address) for address in handle.buffer_ptrs], handle)
+    except RuntimeError as error:
+        reason = _first_line(error)
+    if not agree(mapped is not None, group, device):
+        return reason or "another rank could not map it"
+    assert mapped is not None
+    return mapped
+
+
+def agree(holds: bool, group: Group, device: torch.device) -> bool:
+    """Whether something holds on every rank of a group; all of them must ask."""
+    return bool(all_gather(torch.tensor(holds, dtype=torch.int32, device=device), group).all())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

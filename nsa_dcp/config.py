@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nsa_dcp.choices import COMM_BACKENDS, CP_STRATEGIES, KV_CACHE_DTYPES, MODES, SELECTIONS
+from nsa_dcp.choices import COMM_BACKENDS, CP_STRATEGIES, KV_CACHE_DTYPES, MODES, PREFILL_WAYS, SELECTIONS
 from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, KV_LORA_RANK, PAGE_SIZE, QK_ROPE_HEAD_DIM
 
 MAX_GATHERED_HEADS = 128
@@ -61,6 +61,8 @@ class DcpConfig:
     cp_strategy: "interleave" or "zigzag".
     dcp_comm_backend: "a2a" or "ag_rs".
     selection: "replicated", every rank scores every query row; "row_split", 1/dcp_size of them.
+    prefill: how prompts that run head-sharded attend: "queries", every rank with its tokens to the heads of all ranks;
+        "rows", every rank with its rows to the tokens of all ranks; "auto", whichever moves fewer bytes.
     """
 
     tp_size: int = 1
@@ -69,6 +71,7 @@ class DcpConfig:
     cp_strategy: str = "interleave"
     dcp_comm_backend: str = "a2a"
     selection: str = "row_split"
+    prefill: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "dcp_size"):
@@ -78,6 +81,7 @@ class DcpConfig:
         _check_choice("cp_strategy", self.cp_strategy, CP_STRATEGIES)
         _check_choice("dcp_comm_backend", self.dcp_comm_backend, COMM_BACKENDS)
         _check_choice("selection", self.selection, SELECTIONS)
+        _check_choice("prefill", self.prefill, PREFILL_WAYS)
         if self.tp_size % self.dcp_size:
             raise ValueError(
                 f"dcp_size must divide tp_size, since a DCP group is a slice of the TP ranks, got dcp_size "

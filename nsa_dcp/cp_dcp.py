@@ -1,78 +1,42 @@
-"""CP-DCP prefill attention: gather whole pages as bytes, then attend to the rank's own query tokens with all heads.
-
-The chunk's rows were quantised once, by the ordinary cache write. Here nothing is dequantised or quantised: one
-all-gather of the pages that the step's requests use yields prefix and chunk in a temporary buffer of the same format.
-"""
+"""CP-DCP prefill: the ranks share out a chunk's tokens, and attend with their own by `row_prefill`."""
 
 from dataclasses import dataclass
 
 import torch
 
-from nsa_dcp import comm
-from nsa_dcp_kernels import LocalSelection, gather_pages, localize_selection, remap_to_gathered
-from nsa_dcp_kernels.kv_format import PAGE_SIZE
+from nsa_dcp import comm, cp_layout
 
 
 @dataclass(frozen=True)
-class GatheredPages:
-    """Which pages a step gathers, and where each stands.
+class TokenShares:
+    """How a chunk's tokens are spread over the ranks.
 
-    pages: [P] int32. Widened pages of all the step's requests. The same on every rank.
-    page_pos: [num_widened_pages] int32. A page's place in `pages`, -1 where it is not gathered.
+    restore: [T] int64, where each flat token stands in the gathered, padded shares.
+    longest: tokens of the largest share.
     """
 
-    pages: torch.Tensor
-    page_pos: torch.Tensor
+    restore: torch.Tensor
+    longest: int
 
-    @property
-    def local_rows(self) -> int:
-        """Rows that each rank contributes."""
-        return self.pages.shape[0] * PAGE_SIZE
+    def gather(self, share: torch.Tensor, group: comm.Group) -> torch.Tensor:
+        """Put the ranks' shares of the chunk's tokens together.
+
+        Args:
+            share: [T_local, D]. This rank's tokens.
+            group: the context-parallel ranks.
+
+        Returns:
+            [T, D], in the chunk's order.
+        """
+        padded = torch.nn.functional.pad(share, (0, 0, 0, self.longest - share.shape[0]))
+        return comm.all_gather(padded, group).flatten(0, 1)[self.restore]
 
 
-def plan_pages(page_table: torch.Tensor, page_counts: list[int], num_widened_pages: int) -> GatheredPages:
-    """List the pages that a step needs.
+def describe_shares(shares: list[torch.Tensor], device: torch.device) -> TokenShares:
+    """Describe the ranks' shares of a chunk.
 
     Args:
-        page_table: [B, P] int32, widened pages.
-        page_counts: pages in use of each request, prefix and chunk.
-        num_widened_pages: pages of the pool, the reserved one included.
-
-    Returns:
-        The step's pages; a page that several requests share is gathered once.
+        shares: `cp_layout.split_tokens`' result.
+        device: where the tokens are.
     """
-    used = [page_table[request, :count] for request, count in enumerate(page_counts)]
-    pages = torch.unique(torch.cat(used)) if used else page_table.new_empty(0)
-    page_pos = torch.full((num_widened_pages,), -1, dtype=torch.int32, device=page_table.device)
-    page_pos[pages.long()] = torch.arange(pages.shape[0], dtype=torch.int32, device=page_table.device)
-    return GatheredPages(pages.to(torch.int32), page_pos)
-
-
-def gather_rows(kv_rows: torch.Tensor, plan: GatheredPages, group: comm.Group) -> torch.Tensor:
-    """Gather the planned pages from every rank.
-
-    Args:
-        kv_rows: this rank's cache rows of one layer, [R, W].
-        plan: the step's pages.
-        group: the DCP group.
-
-    Returns:
-        [N * local_rows, W], dtype of `kv_rows`. Rows that no token was written to hold whatever the cache held: only
-        rows that a selection names may be read.
-    """
-    return comm.all_gather(gather_pages(kv_rows, plan.pages), group).flatten(0, 1)
-
-
-def localize_gathered(topk_slots: torch.Tensor, plan: GatheredPages, dcp_size: int) -> LocalSelection:
-    """Prepare a selection for attention over the gathered buffer; layers that share a selection share this.
-
-    Args:
-        topk_slots: [T, K] int32, -1 padded. This rank's query tokens.
-        plan: the step's pages.
-        dcp_size: ranks that contribute.
-
-    Returns:
-        The selection in rows of `gather_rows`' result, for `attend_selection` with all heads: it needs no merge.
-    """
-    rows = remap_to_gathered(topk_slots, plan.page_pos, dcp_size, plan.local_rows)
-    return localize_selection(rows, dcp_size=1, dcp_rank=0)
+    return TokenShares(cp_layout.restore_index(shares).to(device), max(len(tokens) for tokens in shares))

@@ -33,11 +33,15 @@ class KvHeadShape:
 
         Raises:
             ValueError: the heads do not divide over the ranks, or a DCP group would hold several KV heads.
-            NotImplementedError: prompts were to be token-sharded.
+            NotImplementedError: prompts were to be token-sharded, or prefilled by rows.
         """
         if config.mode != "tp":
             raise NotImplementedError(
                 f"mode must be tp for models with KV heads, whose prompts are not token-sharded, got {config.mode}"
+            )
+        if config.prefill == "rows":
+            raise NotImplementedError(
+                "prefill must be queries or auto for models with KV heads, whose rows see whole contexts, got rows"
             )
         span = config.tp_size
         if self.num_heads % span:

@@ -115,15 +115,15 @@ def names_from_kernels(tree: ast.AST) -> set[str]:
 
 
 def ops_of_servers() -> set[str]:
-    """Ops that the plugin calls, itself or through the functions of cp_dcp.py that it imports."""
+    """Ops that the plugin calls, itself or through the functions of row_prefill.py that it imports."""
     found, borrowed = set(), set()
     for path in sorted((ROOT / "nsa_dcp" / "sglang_plugin").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         found |= names_from_kernels(tree)
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module == "nsa_dcp.cp_dcp":
+            if isinstance(node, ast.ImportFrom) and node.module == "nsa_dcp.row_prefill":
                 borrowed |= {alias.name for alias in node.names}
-    tree = ast.parse((ROOT / "nsa_dcp" / "cp_dcp.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "nsa_dcp" / "row_prefill.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if getattr(node, "name", None) in borrowed:
             called = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
@@ -142,7 +142,7 @@ def test_the_page_of_the_kernels_says_which_ops_servers_run():
 
 
 def test_the_page_of_the_architecture_says_what_servers_and_engine_share():
-    """Of the modules beside `planning`, the plugin imports `cp_dcp` alone, and what the page names."""
+    """Of the modules beside `planning`, the plugin imports `row_prefill` alone, and what the page names."""
     found = set()
     for path in sorted((ROOT / "nsa_dcp" / "sglang_plugin").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -151,8 +151,8 @@ def test_the_page_of_the_architecture_says_what_servers_and_engine_share():
             ):
                 found |= {(node.module, alias.name) for alias in node.names}
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert {module for module, _ in found} == {"nsa_dcp.cp_dcp"}
-    (said,) = re.findall(r"of `cp_dcp` three names, (.*?)\.", text, re.DOTALL)
+    assert {module for module, _ in found} == {"nsa_dcp.row_prefill"}
+    (said,) = re.findall(r"of `row_prefill` three names, (.*?)\.", text, re.DOTALL)
     assert set(re.findall(r"`(\w+)`", said)) == {name for _, name in found}
 
 

@@ -16,6 +16,8 @@ from nsa_dcp_kernels.page_gather import gather_pages, remap_to_gathered
 from nsa_dcp_kernels.page_table import fill_page_table_, look_up_slots
 from nsa_dcp_kernels.paged_attention import attend_chunk, attend_pages
 from nsa_dcp_kernels.partial_pack import merge_packed, pack_partials, unpack_partials
+from nsa_dcp_kernels.peer_exchange import exchange_partials, gather_heads_from_peers, gather_rows_from_peers
+from nsa_dcp_kernels.peer_memory import PeerChannels
 from nsa_dcp_kernels.schedule import SparsePlan, plan_sparse
 from nsa_dcp_kernels.selection import LocalSelection, attend_selection, localize_selection
 from nsa_dcp_kernels.slot_selection import select_slots
@@ -24,15 +26,19 @@ from nsa_dcp_kernels.topk import select_topk
 
 __all__ = [
     "LocalSelection",
+    "PeerChannels",
     "SparsePlan",
     "attend_chunk",
     "attend_pages",
     "attend_selection",
     "attend_sparse",
+    "exchange_partials",
     "fill_page_table_",
+    "gather_heads_from_peers",
     "gather_index_keys",
     "gather_index_pages",
     "gather_pages",
+    "gather_rows_from_peers",
     "localize_selection",
     "localize_topk",
     "look_up_slots",

@@ -15,13 +15,13 @@ from torch import nn
 
 from nsa_dcp import comm
 from nsa_dcp.cache import IndexKeyCache, LatentCache
-from nsa_dcp.cp_dcp import gather_rows, localize_gathered
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.hf.step import Step
 from nsa_dcp.indexer import select_positions, select_positions_row_split
 from nsa_dcp.layout import slots_at
+from nsa_dcp.row_prefill import attend_gathered, localize_gathered
 from nsa_dcp.tp_dcp import attend_sharded
-from nsa_dcp_kernels import LocalSelection, attend_selection, localize_selection
+from nsa_dcp_kernels import LocalSelection, localize_selection
 from nsa_dcp_kernels.reference import accumulator
 
 # The function that rotates index queries and keys: interleaved pairs in GLM, halves in DeepSeek-V3.2.
@@ -116,20 +116,21 @@ class DcpAttention(nn.Module):
         q = self._absorbed_query(q_resid, position_embeddings, heads)
         if q.is_cuda:
             q = q.to(torch.bfloat16)  # FlashMLA's queries
-        if step.cp:
-            gathered = gather_rows(self.latents.layers[self.layer], step.cp.pages, self.ranks.dcp_group)
-            out = attend_selection(q, gathered, selection, self.sm_scale, raw_lse=True)[0]
-        else:
-            out = attend_sharded(
-                q,
-                self.latents.layers[self.layer],
-                selection,
-                self.sm_scale,
-                self.ranks.dcp_group,
-                self.ranks.config.dcp_comm_backend,
-            )
+        out = self._attend(q, selection, step)
         out = self._project(out.to(x.dtype), heads, reduce=step.cp is None).unsqueeze(0)
         return (out, None, selection) if self.returns_selection else (out, None)
+
+    def _attend(self, q: torch.Tensor, selection: LocalSelection, step: Step) -> torch.Tensor:
+        """Attend with this rank's heads of the step's rows or, token-sharded, with all heads of its tokens."""
+        kv_rows, group = self.latents.layers[self.layer], self.ranks.dcp_group
+        if step.pages is None:
+            backend, wire = self.ranks.config.dcp_comm_backend, self.ranks.wire
+            return attend_sharded(q, kv_rows, selection, self.sm_scale, group, backend, wire)
+        if step.rows is None:
+            return attend_gathered(q, kv_rows, step.pages, selection, self.sm_scale, group)
+        taken = step.rows.take_rows(q, group)
+        out = attend_gathered(taken, kv_rows, step.pages, selection, self.sm_scale, group)
+        return step.rows.return_heads(out, group)
 
     def _absorbed_query(
         self, q_resid: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], heads: slice
@@ -155,7 +156,7 @@ class DcpAttention(nn.Module):
     def _write(self, step: Step, new_keys: list[torch.Tensor]) -> None:
         """Cache the step's tokens; in a token-sharded step the ranks exchange theirs first, unquantised."""
         if step.cp:
-            rows = step.cp.gather_tokens(torch.cat(new_keys, dim=-1), self.ranks.tp_group)
+            rows = step.cp.gather(torch.cat(new_keys, dim=-1), self.ranks.tp_group)
             new_keys = list(rows.split([part.shape[1] for part in new_keys], dim=-1))
         self.latents.write(self.layer, new_keys[0].contiguous(), new_keys[1].contiguous(), step.slots)
         if self.indexer is not None:
@@ -169,28 +170,32 @@ class DcpAttention(nn.Module):
         step: Step,
     ) -> LocalSelection:
         indexer, config = self.indexer, self.ranks.config
-        q = indexer.wq_b(q_resid).view(-1, indexer.n_heads, indexer.head_dim)
-        rotated = self._rotated(self.rotate_index, q[..., : self.rope_dim], position_embeddings)
+        # By rows, a rank needs the selections of the rows that it attends with, and no others.
+        own = step.rows.own if step.rows else slice(None)
+        cos, sin = position_embeddings
+        q = indexer.wq_b(q_resid[own]).view(-1, indexer.n_heads, indexer.head_dim)
+        rotated = self._rotated(self.rotate_index, q[..., : self.rope_dim], (cos[:, own], sin[:, own]))
         q = torch.cat([rotated, q[..., self.rope_dim :]], dim=-1)
-        weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype)).to(accumulator(q.dtype))
+        weights = indexer.weights_proj(x[own].to(indexer.weights_proj.weight.dtype)).to(accumulator(q.dtype))
         weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        row_request = step.row_request[own].contiguous()
         scored = (
             q,
             weights,
             self.index_keys.layers[self.layer],
             step.index_pages,
-            step.row_request,
-            step.context_lens,
+            row_request,
+            step.context_lens[own].contiguous(),
             step.max_context_len,
             indexer.index_topk,
         )
-        if config.selection == "row_split" and not step.cp:
+        if config.selection == "row_split" and step.pages is None:
             positions = select_positions_row_split(*scored, group=self.ranks.dcp_group)
         else:
             positions = select_positions(*scored)
-        slots = slots_at(positions, step.row_request, step.page_table, config.dcp_size)
-        if step.cp:
-            return localize_gathered(slots, step.cp.pages, config.dcp_size)
+        slots = slots_at(positions, row_request, step.page_table, config.dcp_size)
+        if step.pages is not None:
+            return localize_gathered(slots, step.pages, config.dcp_size)
         packed = self.latents.layers[self.layer].dtype == torch.uint8
         attended_heads = self.w_q.shape[0] // config.tp_size * config.dcp_size
         return localize_selection(

@@ -84,7 +84,8 @@ class Engine:
         """
         if not extends:
             return torch.empty(0, self.model.config.vocab_size, dtype=self.model.dtype, device=self.device)
-        return self.run(build_step(extends, self.ranks, self.allocator.num_pages, self.device))
+        rule = self.attention.prefill_rule
+        return self.run(build_step(extends, self.ranks, self.allocator.num_pages, self.device, rule))
 
     def run(self, step: Step) -> torch.Tensor:
         """Run a step that was built already. Returns: as `forward`."""
@@ -95,7 +96,7 @@ class Engine:
             **self.attention.arguments(step),
         ).last_hidden_state[0]
         if step.cp:
-            hidden = step.cp.gather_tokens(hidden, self.ranks.tp_group)
+            hidden = step.cp.gather(hidden, self.ranks.tp_group)
         return self.model.lm_head(hidden[step.last_rows])
 
     def admit(self, request: Request, max_new_tokens: int) -> bool:

@@ -54,6 +54,7 @@ def run_generate(args: argparse.Namespace) -> int:
         cp_strategy=args.cp_strategy,
         dcp_comm_backend=args.dcp_comm_backend,
         selection=args.index_selection,
+        prefill=args.prefill,
     )
     for name in ("max_new_tokens", "chunked_prefill_size"):
         if getattr(args, name) < 1:
@@ -112,6 +113,7 @@ def run_generate(args: argparse.Namespace) -> int:
         "cp_strategy": config.cp_strategy if config.mode == "cp" else None,
         "dcp_comm_backend": config.dcp_comm_backend,
         "index_selection": config.selection,
+        "prefill": config.prefill,
         "kv_cache_dtype": args.kv_cache_dtype,
         "dtype": dtype,
         "device": args.device,
@@ -144,13 +146,15 @@ def generate_on_rank(rank: int, send: Callable[[object], None], job: GenerateJob
     import torch
 
     from nsa_dcp.hf.checkpoint import load_model
-    from nsa_dcp.hf.engine import Engine, Request
-    from nsa_dcp.hf.ranks import join_groups
+    from nsa_dcp.hf.engine import Engine, Request, model_shape
+    from nsa_dcp.hf.ranks import join_groups, lay_wire
     from nsa_dcp.hf.static_decode import StaticDecode
 
     device = torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     model = load_model(job.directory, job.dtype, device)
-    engine = Engine(model, join_groups(job.config, rank, job.timeout_s), job.cache)
+    ranks = join_groups(job.config, rank, job.timeout_s)
+    ranks = lay_wire(ranks, model_shape(model).num_heads, len(job.prompts), device)
+    engine = Engine(model, ranks, job.cache)
     run_decode = None
     if job.cuda_graph:
         longest = max(len(prompt) for prompt in job.prompts) + job.max_new_tokens - 1

@@ -4,7 +4,7 @@ import argparse
 import importlib
 from pathlib import Path
 
-from nsa_dcp.choices import COMM_BACKENDS, CP_STRATEGIES, KV_CACHE_DTYPES, MODES, SELECTIONS
+from nsa_dcp.choices import COMM_BACKENDS, CP_STRATEGIES, KV_CACHE_DTYPES, MODES, PREFILL_WAYS, SELECTIONS
 from nsa_dcp.command_line import dtype_argument, dtype_metavar
 from nsa_dcp.hf.tiny import KV_HEAD_NAMES, NAMES
 
@@ -32,6 +32,13 @@ def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--max-total-tokens", type=int, help="tokens that the pool holds; default: all prompts at once")
     add("--dcp-comm-backend", choices=COMM_BACKENDS, default="a2a")
     add("--index-selection", choices=SELECTIONS, default="row_split", help="who scores which query rows")
+    add(
+        "--prefill",
+        choices=PREFILL_WAYS,
+        default="auto",
+        help="of head-sharded prompts: queries, heads gathered for every row; rows, pages gathered for the rows that a "
+        "rank owns; auto: whichever moves fewer bytes",
+    )
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add(
         "--dtype",

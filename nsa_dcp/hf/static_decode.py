@@ -39,7 +39,6 @@ class StaticDecode:
             index_pages=zeros(max_batch, num_pages * dcp_size),
             max_context_len=max_context_len,
             last_rows=torch.arange(max_batch, device=device),
-            cp=None,
         )
         self.graph = self._capture() if device.type == "cuda" else None
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_dcp import comm, cp_layout
-from nsa_dcp.cp_dcp import GatheredPages, plan_pages
+from nsa_dcp import cp_layout
+from nsa_dcp.cp_dcp import TokenShares, describe_shares
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.layout import index_page_table, pages_for, slots_at
+from nsa_dcp.planning.prefill_ways import PrefillRule
+from nsa_dcp.row_prefill import GatheredPages, plan_pages
+from nsa_dcp.tp_dcp import RowShares, deal_rows
 
 
 @dataclass(frozen=True)
@@ -31,40 +34,16 @@ class Extend:
 
 
 @dataclass(frozen=True)
-class ContextParallelStep:
-    """What a token-sharded prefill chunk adds.
-
-    restore: [T] int64, where each flat token stands in the gathered, padded shares.
-    longest: tokens of the largest share.
-    pages: the pages whose rows are gathered.
-    """
-
-    restore: torch.Tensor
-    longest: int
-    pages: GatheredPages
-
-    def gather_tokens(self, share: torch.Tensor, group: comm.Group) -> torch.Tensor:
-        """Put the ranks' shares of the chunk's tokens together.
-
-        Args:
-            share: [T_local, D]. This rank's tokens.
-            group: the context-parallel ranks.
-
-        Returns:
-            [T, D], in the chunk's order.
-        """
-        padded = torch.nn.functional.pad(share, (0, 0, 0, self.longest - share.shape[0]))
-        return comm.all_gather(padded, group).flatten(0, 1)[self.restore]
-
-
-@dataclass(frozen=True)
 class Step:
     """One step as one rank runs it. T tokens in the step, T_local of them on this rank (T without context parallelism).
 
     input_ids, positions: [T_local] int64. slots: [T] int32, where the step's tokens are cached.
     row_request, context_lens: [T_local] int32. page_table: [B_local, P] int32, index_pages: [B_local, P * N] int32.
     max_context_len: the largest context length. last_rows: [B] int64, each request's last token among the T.
-    cp: None where the step is head-sharded.
+    cp: how the tokens are spread over the ranks; None where every rank has all of them and its heads.
+    rows: which rank attends with which of the T rows, where they travel; None elsewhere.
+    pages: what is gathered where a rank attends with rows of its own, so with `cp` or `rows`; None where query heads
+        are gathered instead.
     """
 
     input_ids: torch.Tensor
@@ -76,10 +55,18 @@ class Step:
     index_pages: torch.Tensor
     max_context_len: int
     last_rows: torch.Tensor
-    cp: ContextParallelStep | None
+    cp: TokenShares | None = None
+    rows: RowShares | None = None
+    pages: GatheredPages | None = None
 
 
-def build_step(extends: list[Extend], ranks: Ranks, num_pages: int, device: torch.device) -> Step:
+def build_step(
+    extends: list[Extend],
+    ranks: Ranks,
+    num_pages: int,
+    device: torch.device,
+    rule: PrefillRule | None = None,
+) -> Step:
     """Build a step.
 
     Args:
@@ -87,6 +74,7 @@ def build_step(extends: list[Extend], ranks: Ranks, num_pages: int, device: torc
         ranks: this rank's place.
         num_pages: widened pages of the pool, the reserved one included.
         device: where the tensors go.
+        rule: the way of chunks that are not token-sharded; None: all by queries.
 
     Returns:
         The step: token-sharded in cp mode where the chunk has several tokens of some request and can be split.
@@ -115,19 +103,22 @@ def build_step(extends: list[Extend], ranks: Ranks, num_pages: int, device: torc
     slots = slots_at(positions, row_request, page_table, dcp_size)
     last_rows = lens_t.cumsum(0) - 1
 
-    cp = None
+    cp = rows = pages = None
     request_table = page_table
     if _is_token_sharded(lens, ranks):
         shares = cp_layout.split_tokens(lens, ranks.config.cp_size, ranks.config.cp_strategy)
         share = cp_layout.share_of(shares[ranks.rank], lens)
-        plan = plan_pages(page_table, page_counts, num_pages)
-        cp = ContextParallelStep(
-            restore=cp_layout.restore_index(shares).to(device),
-            longest=max(len(tokens) for tokens in shares),
-            pages=GatheredPages(plan.pages.to(device), plan.page_pos.to(device)),
-        )
+        cp = describe_shares(shares, device)
         input_ids, positions = input_ids[share.token_index], positions[share.token_index]
         row_request, request_table = share.row_request, page_table[share.request_index]
+    elif rule and max(lens) > 1:
+        # Decode steps go by queries: their shapes are fixed, and a graph holds them.
+        ends = [extend.end for extend in extends]
+        if rule.goes_by_rows(lens, ends, lambda: plan_pages(page_table, page_counts, num_pages).pages.shape[0]):
+            rows = deal_rows(sum(lens), dcp_size, ranks.dcp_rank, device)
+    if cp or rows:
+        gathered = plan_pages(page_table, page_counts, num_pages)
+        pages = GatheredPages(gathered.pages.to(device), gathered.page_pos.to(device))
     return Step(
         input_ids=input_ids.to(device),
         positions=positions.to(device),
@@ -139,6 +130,8 @@ def build_step(extends: list[Extend], ranks: Ranks, num_pages: int, device: torc
         max_context_len=int(positions.max()) + 1,
         last_rows=last_rows.to(device),
         cp=cp,
+        rows=rows,
+        pages=pages,
     )
 
 

@@ -60,17 +60,18 @@ class TemporaryBuffers:
     """Bytes that a GPU needs beside its pool while it works, each the largest of its kind.
 
     Args:
-        gathered_q: the chunk's queries of all heads of the DCP group, bfloat16 (TP-DCP).
+        gathered_q: the chunk's queries of all heads of the DCP group, bfloat16 (TP-DCP, prefill by queries).
         attention_scratch: FlashMLA's split-KV accumulators for one launch.
         exchange: partial outputs with their lse, sent and received.
-        page_gather: the packed prefix and chunk of one layer for `context` tokens (CP-DCP prefill); 0 at dcp 1.
-        dequantised: the most that prefill takes to dequantise one layer's rows, its own (TP-DCP) or gathered ones
-            (CP-DCP), before it attends to them; 0 for bfloat16 and at dcp 1.
+        row_exchange: the chunk's queries sent, received and by row (TP-DCP, prefill by rows).
+        page_gather: the packed prefix and chunk of a layer for `context` tokens (CP-DCP, or by rows); 0 at dcp 1.
+        dequantised: the most of a layer's rows, own or gathered, that prefill dequantises; 0 for bfloat16 and at dcp 1.
     """
 
     gathered_q: int
     attention_scratch: int
     exchange: int
+    row_exchange: int
     page_gather: int
     dequantised: int
 
@@ -344,8 +345,8 @@ def temporary_buffers(
         model, kv_cache_dtype, dcp_size, page_size, sm_count: as in `plan`.
         local_heads: query heads of one rank before they are gathered.
         rows: query tokens of the chunk.
-        context: tokens that CP-DCP gathers; 0 without it.
-        pool_rows: rows of a layer's pool on one GPU, which TP-DCP attends to.
+        context: tokens that are gathered; 0 where none are.
+        pool_rows: rows of a layer's pool on one GPU, to which TP-DCP attends by queries.
 
     FlashMLA's scratch is `(rows + parts) * heads * 2 KiB` for one launch, and a launch takes at most twice `parts`
     rows, `parts = sm_count // (heads // 64)`: longer chunks run as several launches that reuse it.
@@ -353,15 +354,15 @@ def temporary_buffers(
     gathered = local_heads * dcp_size
     bucket = max(padded_heads(gathered), gathered)
     parts = max(sm_count // (bucket // HEAD_BUCKETS[0]), 1)
-    launch_rows = min(rows, 2 * parts)
     gathered_rows = math.ceil(context / (page_size * dcp_size)) * page_size * dcp_size
     dequantised = min(max(pool_rows, gathered_rows) * model.latent_dim * 2, MOST_DEQUANTISED_BYTES)
     spread = dcp_size > 1
     bytes_of_row = row_bytes(kv_cache_dtype, model.kv_lora_rank, model.qk_rope_head_dim)
     return TemporaryBuffers(
         gathered_q=rows * gathered * model.latent_dim * 2 if spread else 0,
-        attention_scratch=(launch_rows + parts) * bucket * model.kv_lora_rank * 4,
+        attention_scratch=(min(rows, 2 * parts) + parts) * bucket * model.kv_lora_rank * 4,
         exchange=2 * rows * gathered * (model.kv_lora_rank * 2 + 4) if spread else 0,
+        row_exchange=3 * math.ceil(rows / dcp_size) * gathered * model.latent_dim * 2 if spread else 0,
         page_gather=gathered_rows * bytes_of_row if spread else 0,
         dequantised=dequantised if spread and kv_cache_dtype == "fp8_e4m3" else 0,
     )

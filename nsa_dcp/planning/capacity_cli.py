@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nsa_dcp.choices import COMM_BACKENDS
+from nsa_dcp.choices import COMM_BACKENDS, WIRES
 from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
 from nsa_dcp.planning import capacity
 from nsa_dcp.planning.card_table import USUAL_REQUESTS, cards_as_dict, format_cards, most_beside, plan_cards
@@ -192,16 +192,17 @@ def format_plan(result: capacity.Plan) -> str:
     lines += [
         "",
         "temporary buffers per GPU, MiB (beside the pools; leave room for them)",
-        "KV dtype  dcp   gathered q   attention scratch   exchange   page gather (CP-DCP)   dequantised   padding page",
+        "prefill takes by queries gathered q and exchange, by rows row exchange and page gather, in CP-DCP page gather",
+        "KV dtype  dcp  gathered q  attention scratch  exchange  row exchange  page gather  dequantised  padding page",
     ]
     mib = 1 << 20
     for row in result.rows:
         buffers = row.temporary_buffers
         lines.append(
-            f"{row.kv_cache_dtype:<9} {row.dcp_size:>3} {buffers.gathered_q / mib:>12,.0f} "
-            f"{buffers.attention_scratch / mib:>19,.0f} {buffers.exchange / mib:>10,.0f} "
-            f"{buffers.page_gather / mib:>22,.0f} {buffers.dequantised / mib:>13,.0f} "
-            f"{row.reserved_bytes / mib:>14,.1f}"
+            f"{row.kv_cache_dtype:<9} {row.dcp_size:>3} {buffers.gathered_q / mib:>11,.0f} "
+            f"{buffers.attention_scratch / mib:>18,.0f} {buffers.exchange / mib:>9,.0f} "
+            f"{buffers.row_exchange / mib:>13,.0f} {buffers.page_gather / mib:>12,.0f} "
+            f"{buffers.dequantised / mib:>12,.0f} {row.reserved_bytes / mib:>13,.1f}"
         )
     lines += _describe_held(result)
     notes = [f"dcp {row.dcp_size}: refused, {row.refusal}" for row in result.rows if row.refusal]
@@ -271,6 +272,7 @@ def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
     )
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 131072], help="tokens of each request")
     parser.add_argument("--dcp-comm-backend", choices=COMM_BACKENDS, default="a2a")
+    parser.add_argument("--wire", choices=WIRES, default="nccl", help="what NSA_DCP_WIRE says on the server")
     parser.add_argument(
         "--dcp-replicate-q-proj", action=argparse.BooleanOptionalAction, help="default: on with a2a, as in sglang"
     )
@@ -321,6 +323,7 @@ def run_model(args: argparse.Namespace) -> int:
             replicate_q_proj=args.dcp_replicate_q_proj,
             cp_decode_attn_tp=not unsliced if args.cp_decode_attn_tp is None else args.cp_decode_attn_tp,
             row_split_selection=args.row_split_selection,
+            wire=args.wire,
         )
         report = step_model.predict_report(
             model, setup, inputs, args.batch, args.context, args.gpu_memory_gib, args.kv_cache_dtype

@@ -11,6 +11,7 @@ import inspect
 from typing import Any
 
 from nsa_dcp.sglang_plugin.lifetime_symbols import LIFETIME_SYMBOLS, Symbol
+from nsa_dcp.sglang_plugin.row_symbols import ROW_SYMBOLS
 from nsa_dcp.sglang_plugin.topk_symbols import TOPK_SYMBOLS
 
 SGLANG_VERSION = "0.5.23"
@@ -104,6 +105,7 @@ SYMBOLS = (
         ("seq_lens", "static_threshold", "out"),
     ),
     *TOPK_SYMBOLS,
+    *ROW_SYMBOLS,
     Symbol(
         f"{_ATTENTION}.dsa.dsa_indexer_metadata:DSAIndexerMetadata",
         "narrowed to a rank's rows for that: a field that we do not know would stay the whole batch's",

@@ -8,15 +8,16 @@ what they rely on has been checked:
 1. every process: `put_backend_factories`, `put_resolution_hooks`
 2. a target, and a draft, whose index keys have the target's slots: `gather_index_keys_past_2_gib`; where weights cannot
    be updated: `give_reason_against_updates` (target), `replace_weight_updater`
-3. CP-DCP: `hide_dcp_from_layers`
+3. CP-DCP, and TP-DCP over a wire: `hide_dcp_from_layers`
 4. TP-DCP: `split_rows`; both: `split_decode_rows`; TP-DCP: `prepare_idle_steps_quietly`
 5. CP-DCP with zigzag: `patch_zigzag_strategy`
 6. the backend that sglang's constructor and ours have made: `fill_page_tables_by_page`, `use_exact_topk`
+7. TP-DCP whose prefills may go by rows, before each forward: `tell_layers_of_dcp`
 
 Each may be made more than once. docs/upstream.md has a row for each, with what would make it unnecessary. Beside these
-our backends override methods of sglang's class (`attention.backend`, `attention.cp_backend`), open arguments are chosen
-through sglang's own `declare_resolution` (`resolution`), and what a forward prepares is carried by its own tensors and
-metadata, as attributes `_nsa_dcp_*` that go with them.
+our backends override methods of sglang's class (`attention.backend`, `attention.row_backend`, `attention.cp_backend`),
+open arguments are chosen through sglang's own `declare_resolution` (`resolution`), and what a forward prepares is
+carried by its own tensors and metadata, as attributes `_nsa_dcp_*` that go with them.
 
 What stands in sglang's places is imported where it is put there: every process of sglang loads this module, and would
 go on without the plugin where an import fails.
@@ -25,7 +26,7 @@ go on without the plugin where an import fails.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nsa_dcp.sglang_plugin.compat import require
@@ -99,13 +100,13 @@ def replace_weight_updater(model_runner: Any, updater: Any) -> None:
 
 
 def hide_dcp_from_layers(model: Any, num_heads: int) -> None:
-    """Tell every attention layer that there is no DCP, before it has run: the CP-DCP backend does it all.
+    """Tell every attention layer that there is no DCP, before it has run: the backend of CP-DCP, or of a wire, does it.
 
     Layers read `dcp_size` in each forward, to gather heads and merge; the pools and the groups do not ask the layers.
 
     Args:
         model: a loaded DSA model.
-        num_heads: of the model.
+        num_heads: of a layer: in CP-DCP the model's.
 
     Raises:
         RuntimeError: the layers are not as expected, or have run.
@@ -121,12 +122,13 @@ def hide_dcp_from_layers(model: Any, num_heads: int) -> None:
         layer.dcp_size = 1
 
 
-def split_rows(model: Any, group: Any) -> None:
+def split_rows(model: Any, group: Any, rows_kept: Callable[[Any], int | None] | None = None) -> None:
     """Let every indexer of a model select for this rank's share of the rows in prefill.
 
     Args:
         model: a loaded DSA model.
         group: sglang's attention-TP group.
+        rows_kept: as in `RowSplitSelection`.
     """
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 
@@ -134,7 +136,7 @@ def split_rows(model: Any, group: Any) -> None:
 
     for indexer in model.modules():
         if isinstance(indexer, Indexer) and not isinstance(indexer._get_topk_ragged, RowSplitSelection):
-            indexer._get_topk_ragged = RowSplitSelection(indexer._get_topk_ragged, indexer.index_topk, group)
+            indexer._get_topk_ragged = RowSplitSelection(indexer._get_topk_ragged, indexer.index_topk, group, rows_kept)
 
 
 def split_decode_rows(model: Any, group: Any, broadcast_selection: Callable[[Any], Any]) -> None:
@@ -225,3 +227,14 @@ def use_exact_topk(backend: Any) -> str:
     exact_topk.check_selection(torch.device(backend.device), backend.dsa_index_topk)
     backend.dsa_topk_backend = exact_topk.ExactTopK(stock)
     return exact_topk.EXACT
+
+
+def tell_layers_of_dcp(layers: Sequence[Any], dcp_size: int) -> None:
+    """Tell attention layers over how many ranks the next forward runs DCP: with 1 the backend does it all.
+
+    Args:
+        layers: sglang's DeepseekV2AttentionMLA.
+        dcp_size: 1, or the group's.
+    """
+    for layer in layers:
+        layer.dcp_size = dcp_size

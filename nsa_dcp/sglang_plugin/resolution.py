@@ -18,7 +18,7 @@ from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.planning.served_format import row_bytes
 from nsa_dcp.sglang_plugin.admission.rules.kv_head_rules import OTHER_ATTENTION, find_kv_head_problems
 from nsa_dcp.sglang_plugin.admission.rules.weight_rules import projection_format, read_quantization
-from nsa_dcp.sglang_plugin.admission.server_settings import Problem, is_foreign_draft, settle_typed
+from nsa_dcp.sglang_plugin.admission.server_settings import PREFILL_VARIABLE, Problem, is_foreign_draft, settle_typed
 from nsa_dcp.sglang_plugin.admission.validation import (
     HOPPER,
     SPARSE_BACKEND,
@@ -29,6 +29,7 @@ from nsa_dcp.sglang_plugin.admission.validation import (
     find_typed_problems,
     is_served_here,
 )
+from nsa_dcp.transport import VARIABLE, chosen_transport
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +68,25 @@ def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) 
             # Before sglang's model overrides, which would fill them with a Blackwell backend.
             declare_resolution(server_args, "nsa_dcp", **unset)
             logger.warning("nsa-dcp: %s resolve to %s.", " and ".join(unset), SPARSE_BACKEND)
+        if chosen_transport() == "peer":
+            _leave_query_projections_split(server_args, settings)
     if ours and settings.enable_prefill_cp:
         _resolve_context_parallel_dcp(server_args)
     else:
         previous(server_args)
+
+
+def _leave_query_projections_split(server_args: Any, settings: ServerSettings) -> None:
+    """Over a wire our backend gathers queries: sglang would hold copies of their projection that nothing reads."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    if settings.dcp_replicate_q_proj:
+        raise ValueError(
+            f"nsa-dcp cannot serve --dcp-replicate-q-proj with {VARIABLE}=peer: queries are gathered through peer "
+            f"memory, and the copies of their projection would be read by nothing; drop it, or set {VARIABLE}=nccl"
+        )
+    # sglang's model override would turn it on.
+    declare_resolution(server_args, "nsa_dcp", dcp_replicate_q_proj=False)
 
 
 def _resolve_context_parallel_dcp(server_args: Any) -> None:
@@ -159,6 +175,7 @@ def read_command(server_args: Any, *, typed: bool = False) -> tuple[ServerSettin
         decode_cuda_graph=_cuda_graph_backend(view, "decode"),
         foreign_draft=is_foreign_draft(view.speculative_draft_model_path, view.model_path),
         pp_layer_partition=os.environ.get(PARTITION_VARIABLE),
+        prefill_way=os.environ.get(PREFILL_VARIABLE),
         chunk_is_divided=not typed,
         **{name: values[name] for name in same_name},
     )

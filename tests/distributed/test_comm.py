@@ -61,10 +61,59 @@ def gather_in_groups(rank, _send):
     assert comm.all_gather(torch.tensor(rank), pairs).tolist() == ([0, 1] if rank < 2 else [2, 3])
     assert comm.broadcast(torch.tensor([rank]), pairs).tolist() == [rank // 2 * 2]
     assert comm.contiguous_group(1) is None
+    taken = comm.exchange_heads_for_rows(torch.full((2, 1, 4), float(rank)), [2, 0], pairs)
+    assert taken[:, :, 0].tolist() == [[[0.0, 1.0], [2.0, 3.0]][rank // 2]] * 2 * (rank % 2 == 0)
     out, lse = torch.full((1, 2, 4), float(rank)), torch.zeros(1, 2)
     for backend in COMM_BACKENDS:
         merged = comm.merge_heads(out, lse, pairs, backend)
         assert_close(merged, torch.full((1, 1, 4), 0.5 if rank < 2 else 2.5), rms=1e-6, label=backend)
+
+
+# Rows of each rank of a group, by its size: ragged, and ranks without any.
+COUNTS = {2: [(3, 2), (0, 4), (1, 0), (0, 0)], 3: [(2, 2, 1), (0, 3, 0), (0, 0, 0)], 4: [(5, 0, 1, 2), (0, 0, 0, 1)]}
+COUNTS[8] = [(2, 2, 2, 2, 2, 1, 1, 1), (1, 0, 0, 0, 0, 0, 0, 0), (0, 3, 0, 1, 0, 0, 7, 0), (0,) * 8]
+
+
+@pytest.mark.parametrize("world_size", [*WORLDS, pytest.param(8, id="dcp8")])
+def test_heads_are_exchanged_for_rows_and_back(world_size):
+    """Each value arrives where it belongs and nowhere else, in any dtype, also where some or all ranks have no row."""
+    run_ranks(exchange_on_rank, world_size, (world_size,))
+
+
+@poisoned_allocations()
+def exchange_on_rank(rank, _send, world_size):
+    group = comm.contiguous_group(world_size)
+    for counts in map(list, COUNTS[world_size]):
+        rows, first = sum(counts), sum(counts[:rank])
+        mine = slice(first, first + counts[rank])
+        for heads, dtype in [(1, torch.float64), (3, torch.bfloat16), (2, torch.float32), (2, torch.uint8)]:
+            label = f"{counts} {dtype} of {heads} heads"
+            # Every (row, head, value) is another byte, as far as bytes go.
+            whole = (torch.arange(rows * world_size * heads * 2) % 251).view(rows, world_size * heads, 2).to(dtype)
+            own = whole[:, rank * heads : (rank + 1) * heads]
+            taken = comm.exchange_heads_for_rows(own, counts, group)
+            assert_bitwise_equal(taken, whole[mine], label)
+            # A view, as attention returns one.
+            padded = torch.cat([taken, taken], dim=1)[:, : world_size * heads]
+            assert_bitwise_equal(comm.exchange_rows_for_heads(padded, counts, group), own, label)
+
+
+def test_exchanges_refuse_counts_that_are_not_of_the_rows():
+    """Before anything is sent: a rank that sent less than its peer waits for would hang both."""
+    run_ranks(exchange_wrong_counts_on_rank, 2)
+
+
+@poisoned_allocations()
+def exchange_wrong_counts_on_rank(_rank, _send):
+    group = comm.contiguous_group(2)
+    for counts in ([3], [1, 1, 1], [4, -1]):
+        for exchange in (comm.exchange_heads_for_rows, comm.exchange_rows_for_heads):
+            with pytest.raises(ValueError, match=r"^counts must be of 2 ranks, each 0 or more, got \["):
+                exchange(torch.zeros(3, 2, 4), counts, group)
+    with pytest.raises(ValueError, match=r"^q must have the 4 rows of counts, got 3$"):
+        comm.exchange_heads_for_rows(torch.zeros(3, 1, 4), [2, 2], group)
+    with pytest.raises(ValueError, match=r"^out must have this rank's 2 rows, got 3$"):
+        comm.exchange_rows_for_heads(torch.zeros(3, 2, 4), [2, 2], group)
 
 
 @pytest.mark.parametrize("world_size", [*WORLDS, pytest.param(8, id="dcp8")])

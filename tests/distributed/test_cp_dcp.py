@@ -1,4 +1,5 @@
-"""CP-DCP prefill over gloo ranks: whole pages gathered as bytes, each rank's own queries with all heads."""
+"""Prefill of rows that ranks own, over gloo ranks: whole pages gathered as bytes, own queries with all heads. In CP-DCP
+the rows are those of a rank's tokens; in TP-DCP they come in exchange for heads."""
 
 import pytest
 import torch
@@ -6,15 +7,15 @@ import torch
 from nsa_dcp import comm, cp_layout
 from nsa_dcp.cache import LatentCache
 from nsa_dcp.choices import CP_STRATEGIES
-from nsa_dcp.cp_dcp import gather_rows, localize_gathered, plan_pages
 from nsa_dcp.launcher import run_ranks
 from nsa_dcp.layout import slots_at
+from nsa_dcp.row_prefill import attend_gathered, gather_rows, localize_gathered, plan_pages
 from nsa_dcp.testing.assertions import assert_bitwise_equal, assert_close
 from nsa_dcp.testing.batch import PAGE, PRECISIONS, draw_batch, latents_as_stored
 from nsa_dcp.testing.cases import poison_
 from nsa_dcp.testing.oracle import attend_dense
 from nsa_dcp.testing.poisoned_memory import poisoned_allocations
-from nsa_dcp.tp_dcp import attend_sharded
+from nsa_dcp.tp_dcp import attend_sharded, deal_rows
 from nsa_dcp_kernels import attend_selection, localize_selection, pack_latent, reference
 
 SCALE = 0.05
@@ -166,8 +167,7 @@ def attend_on_rank(rank, _send, world_size, strategy):
                 for row, (request, _) in enumerate(tokens)
             ]
         )
-        gathered = gather_rows(cache, plan, group)
-        out, _ = attend_selection(q[share], gathered, gathered_selection, SCALE)
+        out = attend_gathered(q[share], cache, plan, gathered_selection, SCALE, group)
         assert_close(out, expected[share], rms=precision.rms, label=f"{strategy} {precision}")
         # A chunk that cannot be split runs head-sharded: the same heads of the same tokens.
         fallback = attend_sharded(q[:, rank : rank + 1], cache, sharded_selection, SCALE, group, "a2a")
@@ -194,6 +194,71 @@ def attend_on_one_rank_alone(rank, _send, world_size):
     expected, expected_lse = attend_dense(q, batch.latents[0], [list(range(PAGE * world_size))] * len(q), SCALE)
     assert_close(out, expected, rms=1e-12)
     assert_close(lse, expected_lse, rms=1e-12)
+
+
+# --- heads exchanged for rows -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 8, 13])
+@pytest.mark.parametrize("dcp_size", [1, 2, 3, 8])
+def test_rows_are_dealt_out_once_and_to_the_rank_that_selects_for_them(num_rows, dcp_size):
+    shares = [deal_rows(num_rows, dcp_size, rank, torch.device("cpu")) for rank in range(dcp_size)]
+    rows = list(range(num_rows))
+    assert [rows[share.own] for share in shares] == [rows[rank::dcp_size] for rank in range(dcp_size)]
+    for share in shares:
+        assert share.counts == [len(rows[rank::dcp_size]) for rank in range(dcp_size)]
+        assert share.by_owner.tolist() == sorted(rows, key=lambda row: (row % dcp_size, row))
+        assert share.by_owner[share.place].tolist() == rows
+
+
+@pytest.mark.parametrize("world_size", [*WORLDS, pytest.param(8, id="cp8")])
+@pytest.mark.parametrize("rows", ["ragged", "fewer than ranks", "one", "none"])
+def test_by_rows_a_rank_gets_its_heads_of_every_row(world_size, rows):
+    """As attention over all tokens, and as by queries, on poisoned caches; ranks without rows join and lend pages."""
+    lens = {"ragged": [5, 9, 2 * world_size + 1], "fewer than ranks": [1] * (world_size - 1), "one": [1], "none": [0]}
+    run_ranks(attend_by_rows_on_rank, world_size, (world_size, lens[rows]))
+
+
+@poisoned_allocations()
+def attend_by_rows_on_rank(rank, _send, world_size, extend_lens):
+    group = comm.contiguous_group(world_size)
+    page, heads = PAGE * world_size, 2
+    prefixes = [page, page + 3, 2 * page - 2, page + 7, page, page + 1, page, page][: len(extend_lens)]
+    batch = draw_batch(
+        [prefix + new for prefix, new in zip(prefixes, extend_lens)], world_size, seed=31, shared_pages=1
+    )
+    tokens = [(request, prefixes[request] + i) for request, new in enumerate(extend_lens) for i in range(new)]
+    generator = torch.Generator().manual_seed(32)
+    selected = [[*torch.randperm(position, generator=generator)[:29].tolist(), position] for _, position in tokens]
+    if len(tokens) > 1:
+        selected[1] = []
+    positions = torch.full((len(tokens), 30), -1, dtype=torch.int32)
+    for row, of_row in enumerate(selected):
+        positions[row, : len(of_row)] = torch.tensor(of_row, dtype=torch.int32)
+    row_request = torch.tensor([request for request, _ in tokens], dtype=torch.int32)
+    slots = slots_at(positions, row_request, batch.page_table, world_size)
+    plan, shares = plan_of(batch), deal_rows(len(tokens), world_size, rank, torch.device("cpu"))
+    own_selection = localize_gathered(slots[shares.own].contiguous(), plan, world_size)
+    mine = slice(rank * heads, (rank + 1) * heads)
+    for precision in PRECISIONS:
+        q = torch.randn(len(tokens), world_size * heads, 576, generator=torch.Generator().manual_seed(33))
+        q = q.to(precision.query)
+        cache = batch.latent_cache(rank, precision.storage).layers[0]
+        latents = [latents_as_stored(latent, precision.storage) for latent in batch.latents]
+        expected = [
+            attend_dense(q[row : row + 1], latents[request], [selected[row]], SCALE)[0]
+            for row, (request, _) in enumerate(tokens)
+        ]
+        taken = shares.take_rows(q[:, mine], group)
+        assert_bitwise_equal(taken, q[shares.own], "this rank's rows, all heads")
+        out = attend_gathered(taken, cache, plan, own_selection, SCALE, group)
+        out = shares.return_heads(out, group)
+        assert out.shape == (len(tokens), heads, 512)
+        if tokens:
+            assert_close(out, torch.cat(expected)[:, mine], rms=precision.rms, label=str(precision))
+            sharded = localize_selection(slots, world_size, rank)
+            by_queries = attend_sharded(q[:, mine], cache, sharded, SCALE, group, "a2a")
+            assert_close(by_queries, torch.cat(expected)[:, mine], rms=precision.rms, label=str(precision))
 
 
 # --- quantisation ---------------------------------------------------------------------------------------------------

@@ -108,6 +108,8 @@ SPLITS = {
     "tp4-dcp2-a2a": DcpConfig(tp_size=4, dcp_size=2),
     "tp-dcp4-ag_rs": DcpConfig(tp_size=4, dcp_size=4, dcp_comm_backend="ag_rs"),
     "tp-dcp4-a2a": DcpConfig(tp_size=4, dcp_size=4, selection="replicated"),
+    "tp-dcp4-queries": DcpConfig(tp_size=4, dcp_size=4, prefill="queries"),
+    "tp-dcp4-rows": DcpConfig(tp_size=4, dcp_size=4, prefill="rows", dcp_comm_backend="ag_rs", selection="replicated"),
     "tp-dcp8-a2a": DcpConfig(tp_size=8, dcp_size=8),
     "tp-dcp8-ag_rs": DcpConfig(tp_size=8, dcp_size=8, dcp_comm_backend="ag_rs"),
     "cp-dcp2-interleave": DcpConfig(tp_size=2, dcp_size=2, mode="cp"),

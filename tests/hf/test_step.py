@@ -136,7 +136,7 @@ def check_token_sharded(extends, shares, tokens, dcp_size, strategy):
         assert step.slots.tolist() == [slot for *_, slot in tokens]
         check_last_rows(step, extends, tokens)
         assert step.cp.longest == seen.shape[1]
-        assert sorted(step.cp.pages.pages.tolist()) == sorted(used)
+        assert sorted(step.pages.pages.tolist()) == sorted(used)
         seen[rank, : len(share)] = step.input_ids
     assert seen.flatten()[step.cp.restore].tolist() == [token for _, _, token, _ in tokens]
 

@@ -94,8 +94,8 @@ def test_pages_counted_are_the_other_ranks_packed_pages(monkeypatch, dcp_size):
 @pytest.mark.parametrize("prefix", [0, 150], ids=["no_prefix", "prefix"])
 def test_tp_attends_to_its_part_for_all_rows_and_cp_to_everything_for_its_own(monkeypatch, dcp_size, prefix):
     chunk = draw_chunk(monkeypatch, dcp_size, prefix)
-    tp, cp = (chunk.part_calls(mode) for mode in MODES)
-    for calls in (*tp.values(), *cp.values()):
+    tp, by_rows, cp = (chunk.part_calls(mode) for mode in MODES)
+    for calls in (*tp.values(), *by_rows.values(), *cp.values()):
         for call in calls:
             call()
     visible = torch.arange(prefix + 1, prefix + 17).clamp(max=64)
@@ -104,9 +104,17 @@ def test_tp_attends_to_its_part_for_all_rows_and_cp_to_everything_for_its_own(mo
         owned = (chunk.slots[at] >= 0) & (chunk.slots[at] % dcp_size == dcp_size - 1)
         torch.testing.assert_close(part.length, owned.sum(-1, dtype=torch.int32), rtol=0, atol=0)
         torch.testing.assert_close(whole.length, visible[dcp_size - 1 :: dcp_size].int(), rtol=0, atol=0)
+        block = by_rows["localise"][at]()
+        torch.testing.assert_close(block.length, visible[-(16 // dcp_size) :].int(), rtol=0, atol=0)
     out, lse = tp["attend"][0]()
     assert out.shape == (16, 8, 512) and lse.shape == (16, 8)
-    assert cp["attend"][0]()[0].shape == (16 // dcp_size, 8, 512)
+    assert cp["attend"][0]()[0].shape == by_rows["attend"][0]()[0].shape == (16 // dcp_size, 8, 512)
+    queries, results = by_rows["arrange"][0]()
+    assert queries.shape == (16 // dcp_size, 8, 576)
+    assert results.shape == (dcp_size, 16 // dcp_size, 8 // dcp_size, 512)
+    counted = received_bytes(chunk.case, TINY)["tp_dcp_rows"]
+    assert counted["queries"] == (dcp_size - 1) * queries.nbytes // dcp_size
+    assert counted["results"] == (dcp_size - 1) * results.nbytes // dcp_size
     assert tp["merge"][0]()[1][0].shape == (16, 8 // dcp_size, 512)
     assert tp["arrange"][0]().shape == (16, 8, 576) and cp["arrange"][0]().shape == (16, 576)
 
@@ -219,10 +227,11 @@ def timed_parts(tp_dcp: float, cp_dcp: float) -> dict[str, object]:
     return {
         "parts": {
             "tp_dcp": parts(tp_dcp, "select", "localise", "arrange", "merge"),
+            "tp_dcp_rows": parts(cp_dcp, "select", "localise", "arrange", "pack pages"),
             "cp_dcp": parts(cp_dcp, "select", "localise", "arrange", "pack pages"),
         },
-        "attended_rows": {"tp_dcp": 1, "cp_dcp": 1},
-        "dequantised": {"tp_dcp": True, "cp_dcp": False},
+        "attended_rows": dict.fromkeys(MODES, 1),
+        "dequantised": {"tp_dcp": True, "tp_dcp_rows": False, "cp_dcp": False},
     }
 
 
@@ -274,6 +283,10 @@ def test_results_are_written_after_every_case_and_a_failing_one_does_not_lose_th
     gap = (1002 - 502) * 1e5 + received_bytes(PrefillCase("glm-5.2", 8, 8192, 0), GLM)["tp_dcp"]["queries"]
     gap += received_bytes(PrefillCase("glm-5.2", 8, 8192, 0), GLM)["tp_dcp"]["partials"] - 7 * 1024 * 1152 - moved[0]
     assert shares["prefix"] == pytest.approx(gap / (moved[1] - moved[0]) * 131072) and shares["extrapolated"]
+    # By rows, queries and results come for heads instead of latents: 118 MB more than CP-DCP.
+    more = 7 * 1024 * (8 * (1152 + 1024) - 1152)
+    expected = (gap - more) / (moved[1] - moved[0]) * 131072
+    assert crossing["predicted_us shares by rows"]["prefix"] == pytest.approx(expected)
     text = capsys.readouterr().out
     assert "1000.0a" in text and "500.0b" in text and "beyond the model's 1,048,576" in text
     assert "out of memory" in text and "of the GPU" not in text

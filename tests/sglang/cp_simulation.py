@@ -98,16 +98,17 @@ def make_cp_runner(model_path, on_hopper, registered, monkeypatch):
     monkeypatch.setattr(memory_pool, "quantize_k_cache_separate", quantise)
     path = model_path(num_attention_heads=HEADS, num_key_value_heads=HEADS, index_topk=TOPK)
 
-    def build(group, strategy="interleave", kv_format="fp8", comm_backend="a2a", rows=640, **more):
+    def build(
+        group, strategy="interleave", kv_format="fp8", comm_backend="a2a", rows=640, context_parallel=True, **more
+    ):
         cp_size, dtype = group.world_size, torch.float8_e4m3fn if kv_format == "fp8" else torch.bfloat16
+        if context_parallel:
+            more |= {"attn_cp_size": cp_size, "enable_prefill_cp": True, "cp_strategy": strategy}
         server_args = ServerArgs(
             model_path=path,
             device="cpu",
             tp_size=cp_size,
             dcp_size=cp_size,
-            attn_cp_size=cp_size,
-            enable_prefill_cp=True,
-            cp_strategy=strategy,
             page_size=64,
             attention_backend="nsa",
             kv_cache_dtype="fp8_e4m3" if kv_format == "fp8" else "bfloat16",
@@ -117,7 +118,8 @@ def make_cp_runner(model_path, on_hopper, registered, monkeypatch):
         reset_context()
         publish(server_args, role="test", ranks=SpawnRanks(world_rank=group.rank_in_group, dp_rank=None))
         alone = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[group.rank_in_group])
-        get_parallel().override_permanently(dcp_group=group, tp_group=group, attn_cp_group=group, attn_tp_group=alone)
+        heads, tokens = (alone, group) if context_parallel else (group, alone)
+        get_parallel().override_permanently(dcp_group=group, tp_group=group, attn_cp_group=tokens, attn_tp_group=heads)
         cp_base._STRATEGY = None
         pool = make_pool(rows, NUM_LAYERS, kv_format)
         for buffer in pool.kv_buffer:

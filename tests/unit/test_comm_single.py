@@ -7,12 +7,12 @@ import torch
 
 from nsa_dcp import comm
 from nsa_dcp.choices import COMM_BACKENDS
-from nsa_dcp.cp_dcp import gather_rows, localize_gathered, plan_pages
 from nsa_dcp.layout import slots_at
+from nsa_dcp.row_prefill import attend_gathered, localize_gathered, plan_pages
 from nsa_dcp.testing.assertions import assert_bitwise_equal
 from nsa_dcp.testing.batch import draw_batch
-from nsa_dcp.tp_dcp import attend_sharded
-from nsa_dcp_kernels import attend_selection, attend_sparse, localize_selection
+from nsa_dcp.tp_dcp import attend_sharded, deal_rows
+from nsa_dcp_kernels import attend_sparse, localize_selection
 
 BACKENDS = [pytest.param(backend, id=backend) for backend in COMM_BACKENDS]
 
@@ -24,6 +24,8 @@ def test_a_group_of_one_is_itself():
     assert comm.gather_heads(values, None) is values
     assert comm.all_reduce(values, None) is values
     assert comm.broadcast(values, None) is values
+    assert_bitwise_equal(comm.exchange_heads_for_rows(values, [3], None), values)
+    assert_bitwise_equal(comm.exchange_rows_for_heads(values, [3], None), values)
     gathered = comm.all_gather(values, None)
     assert gathered.shape == (1, 3, 2, 4)
     assert torch.equal(gathered[0], values)
@@ -79,5 +81,8 @@ def test_dcp_size_1_is_byte_for_byte_the_plain_path(backend, dtype):
     assert_bitwise_equal(sharded, plain, "decode")
 
     plan = plan_pages(batch.page_table, [len(pages) for pages in batch.pages], batch.num_pages)
-    gathered, _ = attend_selection(q, gather_rows(rows, plan, None), localize_gathered(slots, plan, 1), 0.05)
-    assert_bitwise_equal(gathered, plain, "prefill")
+    selection = localize_gathered(slots, plan, 1)
+    assert_bitwise_equal(attend_gathered(q, rows, plan, selection, 0.05, None), plain, "prefill")
+    shares = deal_rows(5, 1, 0, torch.device("cpu"))
+    out = attend_gathered(shares.take_rows(q, None), rows, plan, selection, 0.05, None)
+    assert_bitwise_equal(shares.return_heads(out, None), plain, "prefill by rows")

@@ -25,6 +25,11 @@ WRITTEN = {
     ("attention/cp_backend.py", "self.forward_metadata"): "what the method that is overridden there makes",
     ("attention/cp_backend.py", "__setattr__(self.forward_metadata, ...)"): "carried by a forward: `_nsa_dcp_parts`",
     ("attention/idle_steps.py", "layer.dcp_size"): "for the length of a call, and put back",
+    ("attention/row_backend.py", "self._group"): "a name of ours, in our class",
+    ("attention/row_backend.py", "self._tell_layers"): "the same",
+    ("attention/row_backend.py", "self._rule"): "the same",
+    ("attention/row_backend.py", "self._buffer"): "the same",
+    ("attention/row_backend.py", "__setattr__(self.forward_metadata, ...)"): "carried by a forward: `_nsa_dcp_rows`",
     ("selection/row_split_decode.py", "__setattr__(metadata.attn_metadata, ...)"): "carried: `_nsa_dcp_narrowed`",
 }
 

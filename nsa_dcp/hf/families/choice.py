@@ -9,6 +9,7 @@ from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.hf.step import Step
 from nsa_dcp.kv_head_config import KvHeadShape
 from nsa_dcp.planning.kv_heads.dims import KV_HEAD_ARCHITECTURES
+from nsa_dcp.planning.prefill_ways import PrefillRule
 
 
 class Shape(Protocol):
@@ -19,7 +20,12 @@ class Shape(Protocol):
 
 
 class Attention(Protocol):
-    """A model's attention under DCP: this rank's caches, and how a step reaches the layers."""
+    """A model's attention under DCP: this rank's caches, and how a step reaches the layers.
+
+    prefill_rule: which way a prompt goes; None where there is one way alone.
+    """
+
+    prefill_rule: PrefillRule | None
 
     def arguments(self, step: Step) -> dict[str, Any]:
         """What the model's forward is given of a step."""

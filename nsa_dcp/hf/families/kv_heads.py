@@ -19,6 +19,7 @@ from nsa_dcp.hf.step import Step
 from nsa_dcp.kv_head_config import KvHeadShape
 from nsa_dcp.layout import local_seq_lens
 from nsa_dcp.planning.kv_heads.sizes import kv_head_of
+from nsa_dcp.planning.prefill_ways import PrefillRule
 from nsa_dcp_kernels import round_kv
 
 # Under this name transformers knows the function; it makes no mask for a name that it has none for.
@@ -78,6 +79,8 @@ class KvHeadAttention:
             )
         config = ranks.config
         self.ranks = ranks
+        # A row attends to its whole context: there are no selections to own.
+        self.prefill_rule: PrefillRule | None = None
         kv_heads, heads = max(shape.num_kv_heads // config.tp_size, 1), shape.num_heads // config.tp_size
         first = kv_head_of(ranks.rank, config.tp_size, shape.num_kv_heads)
         self.kv_heads = slice(first, first + kv_heads)

@@ -9,6 +9,7 @@ from nsa_dcp.config import CacheConfig, ModelShape
 from nsa_dcp.hf.attention import DcpAttention
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.hf.step import Step
+from nsa_dcp.planning.prefill_ways import LayerSizes, PrefillRule
 
 
 def sparse_shape(model: Any) -> ModelShape:
@@ -60,6 +61,18 @@ class SparseAttention:
         self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, index_dtype, model.device, dcp)
         for index, layer in enumerate(model.model.layers):
             layer.self_attn = DcpAttention(layer.self_attn, index, ranks, self.latents, self.index_keys)
+        sizes = LayerSizes(
+            dcp_size=dcp,
+            heads=shape.num_heads // ranks.config.tp_size,
+            row_bytes=self.latents.bytes_per_row,
+            topk=shape.index_topk,
+            layers=shape.num_layers,
+            selecting_layers=len(shape.indexer_layers),
+            value_bytes=2 if model.device.type == "cuda" else model.dtype.itemsize,
+            comm_backend=ranks.config.dcp_comm_backend,
+            selections_travel=ranks.config.selection == "row_split",
+        )
+        self.prefill_rule: PrefillRule | None = PrefillRule(sizes, ranks.config.prefill)
 
     def arguments(self, step: Step) -> dict[str, Any]:
         """What the model's forward is given of a step."""

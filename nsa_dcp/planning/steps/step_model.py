@@ -17,10 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nsa_dcp.choices import COMM_BACKENDS
+from nsa_dcp.choices import COMM_BACKENDS, WIRES
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import ModelDims
 from nsa_dcp.planning.served_format import HEAD_BUCKETS, padded_heads
+from nsa_dcp.planning.steps.exchange_times import (
+    Values,
+    all_reduce_us,
+    exchange_on_nccl,
+    exchange_on_peers,
+    gather_us,
+)
 from nsa_dcp.planning.steps.step_inputs import StepInput, interpolate, measured_inputs, override_inputs
 from nsa_dcp.planning.steps.weight_reads import count_weight_bytes
 from nsa_dcp.planning.weight_counts import WeightCounts, count_weights
@@ -61,6 +68,7 @@ class DecodeSetup:
         row_split_selection: each rank of a DCP group scores and selects for its share of the rows. None, as the plugin
             does: every rank of the replica takes a share, from 64 rows of a captured step on, which has the batch
             padded to a multiple of 8 (sglang's graphs).
+        wire: `nccl`; or `peer`: queries and partial results over peer memory, one kernel each (NSA_DCP_WIRE).
     """
 
     tp_size: int = 8
@@ -69,19 +77,13 @@ class DecodeSetup:
     replicate_q_proj: bool | None = None
     cp_decode_attn_tp: bool = True
     row_split_selection: bool | None = None
+    wire: str = "nccl"
 
     @property
     def replicates_q_proj(self) -> bool:
         """`replicate_q_proj` as sglang resolves it."""
-        return self.comm_backend == "a2a" if self.replicate_q_proj is None else self.replicate_q_proj
-
-
-@dataclass(frozen=True)
-class _Values:
-    """What the inputs say: numbers, and tables by ascending key."""
-
-    numbers: Mapping[str, float]
-    tables: Mapping[str, Mapping[float, float]]
+        by_default = self.comm_backend == "a2a" and self.wire == "nccl"
+        return by_default if self.replicate_q_proj is None else self.replicate_q_proj
 
 
 def predict_step(
@@ -104,7 +106,7 @@ def predict_step(
         NotImplementedError: the head counts are outside what was measured.
     """
     _check(model, setup, mode, batch, context)
-    values = _Values(
+    values = Values(
         {name: entry.value for name, entry in inputs.items() if not isinstance(entry.value, dict)},
         {name: entry.value for name, entry in inputs.items() if isinstance(entry.value, dict)},
     )
@@ -122,15 +124,13 @@ def predict_step(
         valid = min(context, model.index_topk) / n
         terms["attention"] = layers * _attend_planned(values, heads, batch, valid)
         terms["localize"] = selections * interpolate(values.tables["localize"], batch)
-        terms["combine"] = layers * interpolate(values.tables["combine"], batch * heads, extend=True)
         replicated = mode == "tp_dcp" and setup.replicates_q_proj
-        if sliced and not replicated:
-            query_bytes = batch * local_heads * model.latent_dim * 2
-            terms["gather_q"] = layers * _gather(values, n, query_bytes)
-            terms["arrange_heads"] = layers * interpolate(values.tables["arrange_heads"], n * query_bytes, extend=True)
-        terms["exchange"] = layers * _exchange(values, setup.comm_backend, n, batch * heads, model.kv_lora_rank)
-        if not sliced:  # every rank needs all heads again
-            terms["exchange"] += layers * _gather(values, n, batch * heads // n * model.kv_lora_rank * 2)
+        query_bytes = 0 if not sliced or replicated else batch * local_heads * model.latent_dim * 2
+        # With all heads on every rank, every rank needs all of them again.
+        merged_bytes = 0 if sliced else batch * heads // n * model.kv_lora_rank * 2
+        times = exchange_on_peers if setup.wire == "peer" else exchange_on_nccl
+        exchanged = times(values, setup.comm_backend, n, batch * heads, model.kv_lora_rank, query_bytes, merged_bytes)
+        terms |= {term: layers * us for term, us in exchanged.items()}
     else:
         # The stock schedule walks all 2,048 indices however many are valid.
         terms["attention"] = layers * interpolate(values.tables["attend_stock_64"], batch)
@@ -142,7 +142,7 @@ def predict_step(
     selection = _select(values, rows, context) + values.numbers["slots_us"]
     if row_split:
         selection += values.numbers["row_split_us"]
-        terms["gather_selection"] = selections * _gather(values, sharing, rows * model.index_topk * 4)
+        terms["gather_selection"] = selections * gather_us(values, sharing, rows * model.index_topk * 4)
     terms["selection"] = selections * selection
     if rows > values.numbers["rows_scored_at_once"]:
         # Read and written once more.
@@ -157,7 +157,7 @@ def predict_step(
         _weight_bytes(model, counts, setup, values, mode, batch) / values.numbers["memory_bandwidth_gbs"] / 1e3
     )
     terms["all_reduce"] = (
-        layers * (2 if sliced else 1) * _all_reduce(values, setup.tp_size, batch * counts.hidden_size * 2)
+        layers * (2 if sliced else 1) * all_reduce_us(values, setup.tp_size, batch * counts.hidden_size * 2)
     )
     terms["other"] = layers * values.numbers["other_us_per_layer"]
     return {**terms, "total": sum(terms.values())}
@@ -220,7 +220,7 @@ def format_report(report: Mapping[str, Any], *, show_inputs: bool = False) -> st
     setup, switch = report["setup"], {True: "on", False: "off", None: f"from {_SPLIT_ROWS} rows"}
     lines = [
         f"predicted decode step of {report['model']}, milliseconds (not measured; * does not fit the pool)",
-        f"tp {setup['tp_size']}, dcp {setup['dcp_size']}, {setup['comm_backend']}, "
+        f"tp {setup['tp_size']}, dcp {setup['dcp_size']}, {setup['comm_backend']}, wire {setup['wire']}, "
         f"replicated q projection {switch[setup['replicate_q_proj']]}, "
         f"decode head slice {switch[setup['cp_decode_attn_tp']]}, "
         f"row-split selection {switch[setup['row_split_selection']]}",
@@ -279,7 +279,7 @@ def _pool_tokens(model: ModelDims, setup: DecodeSetup, gpu_memory_gib: float, kv
     return {"tp": rows[0].tokens_per_node, "tp_dcp": rows[-1].tokens_per_node, "cp_dcp": rows[-1].tokens_per_node}
 
 
-def _attend_planned(values: _Values, heads: int, batch: int, valid: float) -> float:
+def _attend_planned(values: Values, heads: int, batch: int, valid: float) -> float:
     """Attention over `valid` indices a row on average, between what was measured; over fewer, as over 256."""
     padded, launches = padded_heads(heads), 1
     if padded == 128:
@@ -298,40 +298,15 @@ def _pad_heads(table: Mapping[float, float], heads: int, batch: int) -> float:
     return 0.0 if heads == padded else interpolate(table, batch * padded // 64, extend=True)
 
 
-def _select(values: _Values, rows: int, context: int) -> float:
+def _select(values: Values, rows: int, context: int) -> float:
     """Scoring and selecting: the rounds of a long context take their time for one row too."""
     scores = interpolate(values.tables["index_scores"], rows * context, extend=True)
     by_context = interpolate(values.tables["select_context"], context, extend=True)
     return scores + max(by_context, interpolate(values.tables["select_entries"], rows * context, extend=True))
 
 
-def _exchange(values: _Values, backend: str, n: int, row_heads: int, value_dim: int) -> float:
-    if backend == "a2a":
-        return _link(values, "all_to_all", row_heads * (value_dim * 2 + 4) * (n - 1) / n, received_share=0.5)
-    gathered = _gather(values, n, row_heads * 4)
-    return gathered + _link(values, "reduce_scatter", row_heads * value_dim * 4 * (n - 1) / n, received_share=0.5)
-
-
-def _all_reduce(values: _Values, n: int, size: int) -> float:
-    if n == 1:
-        return 0.0
-    return _link(values, "all_reduce", size * (n - 1) / n, received_share=0.5)
-
-
-def _gather(values: _Values, n: int, contributed: float) -> float:
-    return _link(values, "all_gather", contributed * (n - 1), received_share=1.0)
-
-
-def _link(values: _Values, table: str, received: float, received_share: float) -> float:
-    """Time to receive `received` bytes; `received_share` is what part of a table's key a rank of two receives."""
-    points = values.tables[table]
-    if values.numbers["link_bandwidth_gbs"]:
-        return next(iter(points.values())) + received / values.numbers["link_bandwidth_gbs"] / 1e3
-    return interpolate(points, received / received_share, extend=True)
-
-
 def _weight_bytes(
-    model: ModelDims, counts: WeightCounts, setup: DecodeSetup, values: _Values, mode: str, batch: int
+    model: ModelDims, counts: WeightCounts, setup: DecodeSetup, values: Values, mode: str, batch: int
 ) -> float:
     q_parts = out_parts = setup.tp_size
     if mode == "cp_dcp" and not setup.cp_decode_attn_tp:
@@ -363,6 +338,10 @@ def _check(model: ModelDims, setup: DecodeSetup, mode: str, batch: int, context:
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if setup.wire not in WIRES:
+        raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {setup.wire!r}")
+    if setup.replicate_q_proj and setup.wire == "peer":
+        raise ValueError("replicate_q_proj must be off with wire peer, got on: queries travel through peer memory")
     if setup.replicate_q_proj and setup.comm_backend != "a2a":
         raise ValueError(
             f"replicate_q_proj must be off with comm_backend {setup.comm_backend}, got on: sglang replicates the query "

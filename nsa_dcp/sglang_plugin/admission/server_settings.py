@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 
 from nsa_dcp.planning.served_format import PAGE_SIZE
 
+# By queries, as long as servers by rows have not run on a GPU: nsa_dcp.planning.prefill_ways.
+PREFILL_VARIABLE = "NSA_DCP_PREFILL"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -18,6 +21,7 @@ class ServerSettings:
     never a problem, but for `grammar_backend`: sglang then always chooses one. `prefill_cuda_graph` and
     `decode_cuda_graph` are the graph backends asked for; None or "disabled" when none was. `foreign_draft`: drafts come
     from another checkpoint. `pp_layer_partition`: the value of `nsa_dcp.planning.pipelines.PARTITION_VARIABLE`.
+    `prefill_way`: of `PREFILL_VARIABLE`, one of `nsa_dcp.choices.PREFILL_WAYS`; None or empty means "queries".
     `chunk_is_divided`: sglang has divided `chunked_prefill_size` by `attn_dp_size` already.
     """
 
@@ -29,6 +33,7 @@ class ServerSettings:
             "decode_cuda_graph",
             "foreign_draft",
             "pp_layer_partition",
+            "prefill_way",
             "chunk_is_divided",
         )
     )
@@ -39,6 +44,7 @@ class ServerSettings:
     nnodes: int = 1
     pp_size: int = 1
     pp_layer_partition: str | None = None
+    prefill_way: str | None = None
     pp_async_batch_depth: int = 0
     attn_dp_size: int = 1
     attn_cp_size: int = 1

@@ -21,6 +21,7 @@ from nsa_dcp.sglang_plugin.admission.advice import Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.rules.chunk_rules import find_chunk_problems
 from nsa_dcp.sglang_plugin.admission.rules.feature_rules import find_feature_problems
 from nsa_dcp.sglang_plugin.admission.rules.pipeline_rules import find_pipeline_problems
+from nsa_dcp.sglang_plugin.admission.rules.prefill_rules import find_prefill_problems
 from nsa_dcp.sglang_plugin.admission.rules.stock_rules import find_dsa_refusals, find_size_problems, find_stock_refusals
 from nsa_dcp.sglang_plugin.admission.rules.topology_rules import find_topology_problems
 from nsa_dcp.sglang_plugin.admission.rules.weight_rules import find_weight_problems
@@ -75,6 +76,7 @@ def find_problems(settings: ServerSettings, model: ModelFacts, capability: tuple
         *_cache_problems(settings),
         *_speculation_problems(settings),
         *find_feature_problems(settings),
+        *find_prefill_problems(settings),
         *([] if sizes else find_pipeline_problems(settings, model)),
         *_slice_problems(settings, model),
         *find_weight_problems(settings, model),

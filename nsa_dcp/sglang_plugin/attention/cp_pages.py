@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nsa_dcp.cp_dcp import GatheredPages, plan_pages
+from nsa_dcp.row_prefill import GatheredPages, plan_pages
 from nsa_dcp_kernels import gather_pages
 from nsa_dcp_kernels.kv_format import PAGE_SIZE
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from nsa_dcp.cp_dcp import GatheredPages, localize_gathered
+from nsa_dcp.row_prefill import GatheredPages, localize_gathered
 from nsa_dcp.sglang_plugin.attention.cp_pages import PageBuffer
 from nsa_dcp_kernels import LocalSelection, attend_selection, merge_partials
 

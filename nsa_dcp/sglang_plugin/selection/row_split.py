@@ -3,7 +3,7 @@ selector.
 
 Every rank of an attention-TP group holds every index key and the same queries, so stock sglang scores every row on
 every rank. Split by rows, scoring costs 1/N, and the ranks agree by construction: one all-gather of 4 * index_topk
-bytes a row.
+bytes a row. In a prefill by rows a rank attends with the rows that it selects for, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from nsa_dcp.planning.prefill_ways import block_of_rows, most_rows
+
 
 class RowSplitSelection:
     """Stands in an indexer for its `_get_topk_ragged`, the selection of prefill.
@@ -23,12 +25,21 @@ class RowSplitSelection:
         select: the indexer's own method.
         index_topk: width of a selection.
         group: sglang's attention-TP group.
+        rows_kept: from a forward's DSAMetadata the number of its rows where every rank of the group attends with those
+            that it selects for, else None. None: no forward is like that.
     """
 
-    def __init__(self, select: Callable[..., torch.Tensor], index_topk: int, group: Any) -> None:
+    def __init__(
+        self,
+        select: Callable[..., torch.Tensor],
+        index_topk: int,
+        group: Any,
+        rows_kept: Callable[[Any], int | None] | None = None,
+    ) -> None:
         self.select = select
         self.index_topk = index_topk
         self.group = group
+        self.rows_kept = rows_kept
 
     def __call__(
         self,
@@ -39,7 +50,7 @@ class RowSplitSelection:
         weights: torch.Tensor,
         metadata: Any,
     ) -> torch.Tensor:
-        """Select for this rank's rows and gather the others'.
+        """Select for this rank's rows and gather the others', where this rank attends with them.
 
         Args:
             enable_dual_stream, forward_batch, layer_id: handed through.
@@ -48,13 +59,19 @@ class RowSplitSelection:
             metadata: sglang's DSAIndexerMetadata of the whole batch.
 
         Returns:
-            [T, index_topk] int32, the same on every rank; -1 in padding rows.
+            [T, index_topk] int32, the same on every rank; -1 in padding rows. In a prefill by rows -1 in all rows but
+            this rank's. A tensor of its own each time: that it is the same one says that two layers share a selection.
+
+        Raises:
+            RuntimeError: a prefill by rows has other rows than it was planned for.
         """
         num_rows = metadata.get_indexer_kvcache_range()[0].shape[0]
         world_size = self.group.world_size
-        rows_per_rank = -(-num_rows // world_size)
-        start = min(self.group.rank_in_group * rows_per_rank, num_rows)
-        stop = min(start + rows_per_rank, num_rows)
+        rows_per_rank = most_rows(num_rows, world_size)
+        start, stop = block_of_rows(num_rows, world_size, self.group.rank_in_group)
+        kept = self.rows_kept(metadata.attn_metadata) if self.rows_kept else None
+        if kept not in (None, num_rows):
+            raise RuntimeError(f"nsa-dcp planned a prefill by rows for {kept} rows, and selects for {num_rows}")
         part = torch.full((rows_per_rank, self.index_topk), -1, dtype=torch.int32, device=q_fp8.device)
         if start < stop:
             part[: stop - start] = self.select(
@@ -71,7 +88,9 @@ class RowSplitSelection:
             dtype=torch.int32,
             device=part.device,
         )
-        if num_rows:
+        if kept is not None:
+            selection[start:stop] = part[: stop - start]
+        elif num_rows:
             # Rank r's part lands at row r * rows_per_rank, where its rows stand in the batch.
             self.group.all_gather_into_tensor(selection[: world_size * rows_per_rank], part)
         return selection[: q_fp8.shape[0]]

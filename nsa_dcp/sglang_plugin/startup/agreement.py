@@ -27,7 +27,11 @@ import nsa_dcp_kernels
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, ServerSettings
 
 # Name, and the value that stands for a variable that is not set.
-OWN_VARIABLES: tuple[tuple[str, str], ...] = (("NSA_DCP_TOPK", "exact"),)
+OWN_VARIABLES: tuple[tuple[str, str], ...] = (
+    ("NSA_DCP_TOPK", "exact"),
+    ("NSA_DCP_WIRE", "nccl"),
+    ("NSA_DCP_PREFILL", "queries"),
+)
 
 # What a selection is, how ties fall in it, and which scores it is made from.
 _SELECTION_VARIABLES = (

@@ -5,7 +5,8 @@ attended to twice, or not at all. sglang's top-k keeps equal scores in the order
 scores do not make ranks agree. SGLANG_DSA_TOPK_BROADCAST would, by a broadcast of every selection; most of them agree
 already. `Indexer.forward_cuda` returns a selection from one of these:
 
-- `_get_topk_ragged`, prefill: `RowSplitSelection` stands there. Each row is selected for once, and gathered.
+- `_get_topk_ragged`, prefill: `RowSplitSelection` stands there. Each row is selected for once, and gathered; in a
+  prefill by rows it is kept by the rank that attends with it, as in CP-DCP.
 - `_get_topk_paged`, decode, target-verify, draft-extend and a captured idle step: `RowSplitDecodeSelection` stands
   there. Rows of large decode and verify batches are gathered likewise; elsewhere the first rank's selection is
   broadcast. Draft-extend would be too, but is a draft's step, whose indexers are sglang's.
@@ -28,6 +29,7 @@ spread is broadcast by the backend. `_forward_cuda_k_only` is not taken with `--
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from nsa_dcp.sglang_plugin import patches
@@ -36,12 +38,13 @@ from nsa_dcp.sglang_plugin.selection.row_split import RowSplitSelection
 from nsa_dcp.sglang_plugin.selection.row_split_decode import RowSplitDecodeSelection
 
 
-def select_alike_on_every_rank(model: Any, group: Any) -> None:
+def select_alike_on_every_rank(model: Any, group: Any, rows_kept: Callable[[Any], int | None] | None = None) -> None:
     """Let the ranks of a group share each selection's work and agree on it; check that every layer does.
 
     Args:
         model: a loaded DSA model, not a draft.
         group: sglang's attention-TP group, which contains the DCP group.
+        rows_kept: as in `RowSplitSelection`.
 
     Raises:
         RuntimeError: a layer would select in another way.
@@ -49,7 +52,7 @@ def select_alike_on_every_rank(model: Any, group: Any) -> None:
     # It is over the attention-TP group, and takes PyNCCL while a graph is captured.
     from sglang.srt.layers.attention.dsa.dsa_indexer import _broadcast_indexer_topk_from_rank0_impl
 
-    patches.split_rows(model, group)
+    patches.split_rows(model, group, rows_kept)
     patches.split_decode_rows(model, group, _broadcast_indexer_topk_from_rank0_impl)
     _check(model, {"_get_topk_ragged": RowSplitSelection, "_get_topk_paged": RowSplitDecodeSelection})
 

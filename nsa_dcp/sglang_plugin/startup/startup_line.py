@@ -28,6 +28,8 @@ def startup_line(
     held: HeldMemory,
     topk: str,
     cp_strategy: str | None = None,
+    prefill: str | None = None,
+    wire_bytes: int | None = None,
 ) -> str:
     """The line.
 
@@ -41,6 +43,8 @@ def startup_line(
         held: what else lies beside the pools.
         topk: what selects: `exact`, or the name of sglang's top-k backend.
         cp_strategy: `interleave` or `zigzag` in CP-DCP.
+        prefill: `queries`, `rows` or `auto` in TP-DCP.
+        wire_bytes: of peer memory that the ranks exchange through, beside what is held; None: they use NCCL.
 
     ValueError: the group is empty.
     """
@@ -49,17 +53,21 @@ def startup_line(
     line = {
         "mode": mode,
         **({"cp_strategy": cp_strategy} if cp_strategy else {}),
+        **({"prefill": prefill} if prefill else {}),
         "dcp_size": len(group_ranks),
         "dcp_group": list(group_ranks),
         "heads": gathered_heads,
         "head_bucket": head_bucket,
         "dcp_comm_backend": comm_backend,
+        "wire": "nccl" if wire_bytes is None else "peer",
+        **({} if wire_bytes is None else {"wire_bytes": wire_bytes}),
         "topk": topk,
         **pool_facts(pool, len(group_ranks)),
         "buffer_budget_bytes": {
             "gathered_q": buffers.gathered_q,
             "attention_scratch": buffers.attention_scratch,
             "exchange": buffers.exchange,
+            "row_exchange": buffers.row_exchange,
             "page_gather": buffers.page_gather,
             "dequantised": buffers.dequantised,
         },

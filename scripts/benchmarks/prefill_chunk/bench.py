@@ -1,4 +1,5 @@
-"""Time one rank's prefill chunk in TP-DCP and CP-DCP, count what each moves, and find the prefix where they cross.
+"""Time one rank's prefill chunk in TP-DCP, by queries and by rows, and in CP-DCP; count what each moves, and find the
+prefixes where they cross.
 
     python -m scripts.benchmarks.prefill_chunk.bench --json prefill.json
 
@@ -35,15 +36,18 @@ from scripts.benchmarks.prefill_chunk.rank import bench_case
 
 _PARTS = ("select", "localise", "arrange", "pack pages", "attend", "merge")
 _KINDS = {"selects": "layer that selects", "shares": "layer that shares", "mean": "mean layer"}
+_CROSSING = {"cp_dcp": "", "tp_dcp_rows": " by rows"}
 _EXPLANATION = """\
 One layer of the last of N ranks, tp = dcp = N, one request; kernels measured (medians of CUDA-graph replays, us).
 TP-DCP: all rows, gathered heads, this rank's part of the selection, over its pool; merged by a2a; selects for a block
-of rows. CP-DCP: every N-th row, all heads, whole selection, over the gathered pages; selects for its own rows.
-select: scored and selected by this package's kernels. arrange: received queries by head, or received latents by token.
+of rows. by rows: TP-DCP's other way, that block of rows with all heads, whole selection, over the gathered pages.
+CP-DCP: every N-th row, all heads, whole selection, over the gathered pages; selects for its own rows.
+select: scored and selected by this package's kernels. arrange: received queries by head; by rows results by rank too;
+or received latents by token.
 attend: a, dequantised to bf16 first; b, planned FP8 launches. MB: bytes received from other ranks, counted.
 wire: those bytes over the link, predicted. layer: kernels + wire, nothing overlaps.
 "selects" is a layer with an indexer, "shares" one that reuses a selection; "mean" weighs them as the model does.
-Projections, experts, TP all-reduces, the cache write and the look-up of slots are in neither mode."""
+Projections, experts, TP all-reduces, the cache write and the look-up of slots are in no mode."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -93,7 +97,8 @@ def make_record(case: PrefillCase, dims: ModelDims, timed: Mapping[str, object],
 
 
 def list_crossovers(records: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Per dcp size and chunk: where CP-DCP stops being faster, by kind of layer, and by bytes alone."""
+    """Per dcp size and chunk: where CP-DCP, and TP-DCP by rows, stop being faster than TP-DCP by queries, by kind of
+    layer, and by bytes alone."""
     found = []
     for size, chunk in dict.fromkeys((record["dcp_size"], record["chunk"]) for record in records):
         chosen = [record for record in records if (record["dcp_size"], record["chunk"]) == (size, chunk)]
@@ -101,9 +106,10 @@ def list_crossovers(records: Sequence[Mapping[str, object]]) -> list[dict[str, o
         entry: dict[str, object] = {"dcp_size": size, "chunk": chunk}
         for quantity, kinds in (("predicted_us", _KINDS), ("received_bytes", ("mean",))):
             for kind in kinds:
-                values = [[record["layer"][mode][quantity][kind] for record in chosen] for mode in MODES]
-                crossing = find_crossover([record["prefix"] for record in chosen], *values)
-                entry[f"{quantity} {kind}"] = None if crossing is None else asdict(crossing)
+                values = {mode: [record["layer"][mode][quantity][kind] for record in chosen] for mode in MODES}
+                for mode, suffix in _CROSSING.items():
+                    crossing = find_crossover([record["prefix"] for record in chosen], values["tp_dcp"], values[mode])
+                    entry[f"{quantity} {kind}{suffix}"] = None if crossing is None else asdict(crossing)
         found.append(entry)
     return found
 
@@ -120,7 +126,7 @@ def format_report(
     for entry in crossovers:
         size, chunk = entry["dcp_size"], entry["chunk"]
         lines += ["", f"{dims.name}, {dims.num_attention_heads} heads, dcp {size}, chunk of {chunk:,} tokens"]
-        header = f"{'prefix':>9} {'mode':<6}" + "".join(f" {name:>10}" for name in _PARTS)
+        header = f"{'prefix':>9} {'mode':<7}" + "".join(f" {name:>10}" for name in _PARTS)
         lines.append(
             header
             + " | kernels: selects shares | MB: selects shares | wire: selects shares | layer: selects shares   mean"
@@ -128,10 +134,12 @@ def format_report(
         for record in records:
             if (record["dcp_size"], record["chunk"]) == (size, chunk):
                 lines += [_format_row(record, mode) for mode in MODES]
-        lines.append("prefix from which on CP-DCP takes no less than TP-DCP (predicted):")
-        for kind, words in _KINDS.items():
-            lines.append(f"  {words}: {_format_crossing(entry[f'predicted_us {kind}'], dims)}")
-        lines.append(f"  by bytes alone, mean layer: {_format_crossing(entry['received_bytes mean'], dims)}")
+        for mode, suffix in _CROSSING.items():
+            lines.append(f"prefix from which on {MODES[mode]} takes no less than TP-DCP by queries (predicted):")
+            for kind, words in _KINDS.items():
+                lines.append(f"  {words}: {_format_crossing(entry[f'predicted_us {kind}{suffix}'], dims)}")
+            crossing = entry[f"received_bytes mean{suffix}"]
+            lines.append(f"  by bytes alone, mean layer: {_format_crossing(crossing, dims)}")
     if left_out:
         lines += ["", f"{len(left_out)} cases have no result:", *(f"  {case}" for case in left_out)]
     return "\n".join(lines)
@@ -139,7 +147,7 @@ def format_report(
 
 def _format_row(record: Mapping[str, object], mode: str) -> str:
     measured, layer = record["measured"], record["layer"][mode]
-    line = f"{record['prefix']:>9,} {MODES[mode]:<6}"
+    line = f"{record['prefix']:>9,} {MODES[mode]:<7}"
     for name in _PARTS:
         part = measured["parts"][mode].get(name)
         cell = "-" if part is None else f"{part['us']:.1f}"

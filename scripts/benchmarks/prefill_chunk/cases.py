@@ -8,15 +8,15 @@ from nsa_dcp.choices import COMM_BACKENDS
 from nsa_dcp.layout import pages_for
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, ModelDims
+from nsa_dcp.planning.steps.prefill_model import layer_sizes
 from nsa_dcp.planning.steps.step_inputs import StepInput, measured_inputs
 from nsa_dcp_kernels.kv_format import LATENT_BYTES, PAGE_SIZE
 
-MODES = {"tp_dcp": "TP-DCP", "cp_dcp": "CP-DCP"}
+# TP-DCP by queries and by rows.
+MODES = {"tp_dcp": "TP-DCP", "tp_dcp_rows": "by rows", "cp_dcp": "CP-DCP"}
 # Parts and messages of the layers that own an indexer; the others reuse what these made.
 PER_SELECTION = frozenset({"select", "localise", "selections", "index keys"})
 _BF16_BYTES = 2
-_FLOAT32_BYTES = 4
-_INDEX_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PrefillCase:
 
 @dataclass(frozen=True)
 class Crossover:
-    """Prefix from which on CP-DCP takes no less than TP-DCP.
+    """Prefix from which on CP-DCP, or TP-DCP by rows, takes no less than TP-DCP by queries.
 
     extrapolated: past the largest measured prefix, on the slope of the last two.
     """
@@ -104,8 +104,8 @@ def received_bytes(case: PrefillCase, dims: ModelDims, comm_backend: str = "a2a"
     Args:
         case: the chunk.
         dims: its model.
-        comm_backend: TP-DCP's exchange, `a2a` (bfloat16 outputs and float32 lse in one message) or `ag_rs` (lse
-            gathered, float32 outputs reduce-scattered).
+        comm_backend: TP-DCP's exchange by queries, `a2a` (bfloat16 outputs and float32 lse in one message) or `ag_rs`
+            (lse gathered, float32 outputs reduce-scattered).
 
     Raises:
         ValueError: the backend is unknown.
@@ -113,18 +113,10 @@ def received_bytes(case: PrefillCase, dims: ModelDims, comm_backend: str = "a2a"
     if comm_backend not in COMM_BACKENDS:
         raise ValueError(f"comm_backend must be one of {', '.join(COMM_BACKENDS)}, got {comm_backend!r}")
     others = case.dcp_size - 1
-    row_heads = case.chunk * dims.num_attention_heads // case.dcp_size
-    if comm_backend == "a2a":
-        exchange = row_heads * (dims.kv_lora_rank * _BF16_BYTES + _FLOAT32_BYTES)
-    else:
-        exchange = row_heads * (dims.kv_lora_rank + case.dcp_size) * _FLOAT32_BYTES
-    selection = case.rank_tokens * dims.index_topk * _INDEX_BYTES
+    sizes = layer_sizes(dims, case.dcp_size, comm_backend)
     return {
-        "tp_dcp": {
-            "queries": others * row_heads * dims.latent_dim * _BF16_BYTES,
-            "partials": others * exchange,
-            "selections": others * selection,
-        },
+        "tp_dcp": sizes.received_by_queries(case.chunk),
+        "tp_dcp_rows": sizes.received_by_rows(case.chunk, case.rank_tokens, case.pages),
         "cp_dcp": {
             "pages": others * case.pages * PAGE_SIZE * LATENT_BYTES,
             "latents": others * case.rank_tokens * dims.latent_dim * _BF16_BYTES,
@@ -157,17 +149,17 @@ def predict_layers(
     return {kind: kernels[kind] + moved[kind] / link_gbs / 1e3 for kind in kernels}
 
 
-def find_crossover(prefixes: Sequence[int], tp_dcp: Sequence[float], cp_dcp: Sequence[float]) -> Crossover | None:
-    """Find the prefix from which on CP-DCP takes no less than TP-DCP: times are taken for linear between prefixes.
+def find_crossover(prefixes: Sequence[int], tp_dcp: Sequence[float], other: Sequence[float]) -> Crossover | None:
+    """Find the prefix from which on another mode takes no less than TP-DCP. Times are linear between prefixes.
 
     Args:
         prefixes: ascending.
-        tp_dcp, cp_dcp: what a layer takes at each.
+        tp_dcp, other: what a layer takes at each, by queries and in the other mode.
 
     Returns:
         The first crossing; None where there is none, also beyond the last prefix.
     """
-    gaps = [cp - tp for tp, cp in zip(tp_dcp, cp_dcp)]
+    gaps = [theirs - tp for tp, theirs in zip(tp_dcp, other)]
     if gaps[0] >= 0:
         return Crossover(prefixes[0], extrapolated=False)
     points = list(itertools.pairwise(zip(prefixes, gaps)))

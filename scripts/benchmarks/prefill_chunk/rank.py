@@ -1,4 +1,5 @@
-"""One rank's prefill chunk in TP-DCP and CP-DCP, part by part, over a pool and a gathered buffer of realistic size.
+"""One rank's prefill chunk in TP-DCP, by queries and by rows, and in CP-DCP, part by part, over a pool and a gathered
+buffer of realistic size.
 
 Nothing is communicated: buffers drawn beforehand stand for what the other ranks send, and all that this rank does to
 them is done.
@@ -9,10 +10,10 @@ from dataclasses import asdict
 
 import torch
 
-from nsa_dcp.cp_dcp import localize_gathered, plan_pages
 from nsa_dcp.indexer import select_positions
 from nsa_dcp.layout import index_page_table, slots_at
 from nsa_dcp.planning.dimensions import ModelDims
+from nsa_dcp.row_prefill import localize_gathered, plan_pages
 from nsa_dcp_kernels import (
     LocalSelection,
     _flash_mla,
@@ -23,7 +24,7 @@ from nsa_dcp_kernels import (
     pack_partials,
 )
 from nsa_dcp_kernels.dequantisation import dequantised_bytes
-from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, LATENT_DIM, PAGE_SIZE
+from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, KV_LORA_RANK, LATENT_DIM, PAGE_SIZE
 from nsa_dcp_kernels.schedule import count_parts, plan_rows
 from scripts.benchmarks.decode_step.step import SM_SCALE, DecodeCaches
 from scripts.benchmarks.prefill_chunk.cases import MODES, PrefillCase
@@ -74,7 +75,8 @@ class RankChunk:
 
     def part_calls(self, mode: str) -> Calls:
         """A mode's parts of one layer, in order; each over several inputs."""
-        return self._tp_dcp_calls() if mode == "tp_dcp" else self._cp_dcp_calls()
+        calls = {"tp_dcp": self._tp_dcp_calls, "tp_dcp_rows": self._by_rows_calls, "cp_dcp": self._cp_dcp_calls}
+        return calls[mode]()
 
     def _tp_dcp_calls(self) -> Calls:
         size, heads = self.case.dcp_size, self.dims.num_attention_heads
@@ -94,20 +96,35 @@ class RankChunk:
             "merge": [lambda: (pack_partials(out, lse, size), merge_packed(received, out.dtype))],
         }
 
+    def _by_rows_calls(self) -> Calls:
+        size, own, heads = self.case.dcp_size, self.case.rank_tokens, self.dims.num_attention_heads
+        received_q = self._draw(size, own, heads // size, LATENT_DIM)
+        out = self._draw(own, size, heads // size, KV_LORA_RANK)
+
+        def arrange() -> tuple[torch.Tensor, torch.Tensor]:
+            # With blocks of rows what is sent of the queries, and received of the results, lies as it should.
+            return received_q.transpose(0, 1).flatten(1, 2), out.transpose(0, 1).contiguous()
+
+        return self._own_rows_calls(slice(self.rank * own, None), arrange)
+
     def _cp_dcp_calls(self) -> Calls:
-        size, heads = self.case.dcp_size, self.dims.num_attention_heads
+        received = self._draw(self.case.dcp_size, self.case.rank_tokens, LATENT_DIM)
         # Rows are dealt out round robin: interleave.
-        dealt = slice(self.rank, None, size)
+        dealt = slice(self.rank, None, self.case.dcp_size)
+        return self._own_rows_calls(dealt, lambda: received.transpose(0, 1).flatten(0, 1))
+
+    def _own_rows_calls(self, own: slice, arrange: Callable[[], object]) -> Calls:
+        """Attention with all heads of a rank's own rows, over gathered pages."""
+        size, heads = self.case.dcp_size, self.dims.num_attention_heads
         q = self._draw(self.case.rank_tokens, heads, LATENT_DIM)
-        received = self._draw(size, self.case.rank_tokens, LATENT_DIM)
         buffer = DecodeCaches(size * self.case.pages, 0, self.device).latents
-        slots = [drawn[dealt].contiguous() for drawn in self.slots]
+        slots = [drawn[own].contiguous() for drawn in self.slots]
         sets = range(_SETS)
         selections = [self._localise_gathered(slots[at], at, len(buffer)) for at in sets]
         return {
-            "select": [self._select_call(dealt)],
+            "select": [self._select_call(own)],
             "localise": [lambda at=at: self._localise_gathered(slots[at], at, len(buffer)) for at in sets],
-            "arrange": [lambda: received.transpose(0, 1).flatten(0, 1)],
+            "arrange": [arrange],
             "pack pages": [
                 lambda at=at: gather_pages(self.latents[at % _SETS], self.plans[at].pages) for at in range(_PAGE_LISTS)
             ],
@@ -149,7 +166,7 @@ class RankChunk:
 
 @torch.inference_mode()
 def bench_case(case: PrefillCase, dims: ModelDims, pool_pages: int) -> dict[str, object]:
-    """Time the parts of one layer in both modes. Returns plain data: timings by mode and part, rows attended over."""
+    """Time the parts of one layer in each mode. Returns plain data: timings by mode and part, rows attended over."""
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     chunk = RankChunk(case, dims, pool_pages)
@@ -163,9 +180,9 @@ def bench_case(case: PrefillCase, dims: ModelDims, pool_pages: int) -> dict[str,
         torch.cuda.empty_cache()
     attended = {
         "tp_dcp": (case.chunk, pool_pages * PAGE_SIZE, case.dcp_size),
-        # Whatever the ranks hold, all of a selection lies in the gathered rows.
-        "cp_dcp": (case.rank_tokens, case.dcp_size * case.pages * PAGE_SIZE, 1),
     }
+    # Whatever the ranks hold, all of a selection lies in the gathered rows.
+    attended["tp_dcp_rows"] = attended["cp_dcp"] = (case.rank_tokens, case.dcp_size * case.pages * PAGE_SIZE, 1)
     return {
         "parts": parts,
         "attended_rows": {mode: rows for mode, (_, rows, _) in attended.items()},

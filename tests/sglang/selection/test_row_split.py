@@ -226,6 +226,54 @@ def test_each_rank_scores_its_share_alone():
     assert seen == [(3, 3, 3)] * 3
 
 
+@pytest.mark.parametrize("world_size", [2, 4, 16])
+def test_in_a_prefill_by_rows_a_rank_keeps_its_own_rows_and_gathers_nothing(select_all, world_size):
+    """-1 elsewhere, and a tensor of its own each time: a layer that selects again must not pass for one that shares."""
+    from nsa_dcp.sglang_plugin.selection.row_split import RowSplitSelection
+
+    select, pool, chunk = select_all
+    metadata, num_slots = make_metadata((5, 4), (0, 64), False)
+    pool.now, chunk.bytes = Pool(num_slots), None
+    generator = torch.Generator().manual_seed(5)
+    # Two rows of padding.
+    q = torch.randn(11, HEADS, 4, generator=generator).as_subclass(Indexed)
+    weights = torch.randn(11, HEADS, 1, generator=generator)
+    mode = SimpleNamespace(is_extend_without_speculative=lambda: True)
+    batch = SimpleNamespace(forward_mode=mode, seq_lens_cpu=[], extend_seq_lens_cpu=[])
+    whole = select(False, batch, 0, q, weights, metadata)
+    asked = []
+
+    def rows_kept(attn_metadata):
+        asked.append(attn_metadata)
+        return 9
+
+    kept = []
+    for rank in range(world_size):
+        # Without a collective: calling one is an error.
+        group = SimpleNamespace(world_size=world_size, rank_in_group=rank)
+        split = RowSplitSelection(select, TOPK, group, rows_kept)
+        first, second = (split(False, batch, 0, q, weights, metadata) for _ in range(2))
+        assert first is not second and first.data_ptr() != second.data_ptr() and torch.equal(first, second)
+        assert first.shape == whole.shape
+        start = min(rank * -(-9 // world_size), 9)
+        stop = min(start + -(-9 // world_size), 9)
+        assert torch.equal(first[start:stop], whole[start:stop])
+        assert (first[:start] == -1).all() and (first[stop:] == -1).all()
+        kept += range(start, stop)
+    assert kept == list(range(9))
+    assert all(given is metadata.attn_metadata for given in asked)
+
+
+def test_rows_that_were_not_planned_for_are_refused():
+    from nsa_dcp.sglang_plugin.selection.row_split import RowSplitSelection
+
+    metadata, _ = make_metadata((5, 4), (0, 64), unfused=True)
+    group = SimpleNamespace(world_size=2, rank_in_group=0)
+    split = RowSplitSelection(lambda *_: torch.zeros(5, TOPK, dtype=torch.int32), TOPK, group, lambda _: 8)
+    with pytest.raises(RuntimeError, match=r"planned a prefill by rows for 8 rows, and selects for 9"):
+        split(False, None, 0, torch.zeros(9, 2, 4), torch.zeros(9, 2, 1), metadata)
+
+
 def test_an_indexer_is_split_once():
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 

@@ -279,7 +279,7 @@ def break_layer(runner, monkeypatch):
 def break_prefill_split(runner, monkeypatch):
     from nsa_dcp.sglang_plugin import patches
 
-    monkeypatch.setattr(patches, "split_rows", lambda model, group: None)
+    monkeypatch.setattr(patches, "split_rows", lambda model, group, rows_kept: None)
 
 
 def break_decode_split(runner, monkeypatch):

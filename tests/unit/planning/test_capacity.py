@@ -126,11 +126,12 @@ def test_temporary_buffers_count_heads_rows_and_context():
     buffers = temporary_buffers(GLM, "fp8_e4m3", 8, local_heads=8, rows=8192, context=1000, pool_rows=600_000)
     assert buffers.gathered_q == 8192 * 64 * 576 * 2
     assert buffers.exchange == 2 * 8192 * 64 * (1024 + 4)
+    assert buffers.row_exchange == 3 * 8192 * 8 * 576 * 2  # this rank's heads of all rows are as many as all of its own
     assert buffers.attention_scratch == (264 + 132) * 64 * 2048
     assert buffers.page_gather == 1024 * 656  # two widened pages of 512 tokens
     assert buffers.dequantised == 600_000 * 1152
     alone = temporary_buffers(GLM, "fp8_e4m3", 1, local_heads=8, rows=8, context=1000, pool_rows=640)
-    assert (alone.gathered_q, alone.exchange, alone.page_gather, alone.dequantised) == (0, 0, 0, 0)
+    assert (alone.gathered_q, alone.exchange, alone.row_exchange, alone.page_gather, alone.dequantised) == (0,) * 5
     assert alone.attention_scratch == (8 + 132) * 64 * 2048
     wide = temporary_buffers(DEEPSEEK, "bfloat16", 8, local_heads=16, rows=8192, context=1, pool_rows=640)
     assert (wide.attention_scratch, wide.dequantised) == ((132 + 66) * 128 * 2048, 0)

@@ -49,6 +49,7 @@ def test_plan_json_has_plain_numbers_for_every_dcp_size_and_dtype(run):
         "gathered_q",
         "attention_scratch",
         "exchange",
+        "row_exchange",
         "page_gather",
         "dequantised",
     }

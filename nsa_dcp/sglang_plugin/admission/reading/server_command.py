@@ -33,7 +33,7 @@ from nsa_dcp.sglang_plugin.admission.reading.launch_config import merge_config_f
 from nsa_dcp.sglang_plugin.admission.reading.launch_line import strip_launcher as strip_launcher
 from nsa_dcp.sglang_plugin.admission.reading.sglang_flags import list_unjudged
 from nsa_dcp.sglang_plugin.admission.rules.weight_rules import projection_format, read_quantization
-from nsa_dcp.sglang_plugin.admission.server_settings import is_foreign_draft, settle_typed
+from nsa_dcp.sglang_plugin.admission.server_settings import PREFILL_VARIABLE, is_foreign_draft, settle_typed
 from nsa_dcp.sglang_plugin.admission.validation import ModelFacts, ServerSettings
 
 _GLM, _DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
@@ -136,6 +136,7 @@ def command_from_fields(
         config = (read["cuda_graph_config"] or {}).get(phase, {})
         values[f"{phase}_cuda_graph"] = config.get("backend", read[f"cuda_graph_backend_{phase}"])
     values["pp_layer_partition"] = environment.get(PARTITION_VARIABLE)
+    values["prefill_way"] = environment.get(PREFILL_VARIABLE)
     values["foreign_draft"] = is_foreign_draft(read["speculative_draft_model_path"], read["model_path"])
     given = {name: value for name, value in fields_read.items() if value != _defaults().get(name)}
     return ServerCommand(
