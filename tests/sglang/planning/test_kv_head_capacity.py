@@ -38,6 +38,7 @@ def config_of(preset):
 
 @pytest.fixture
 def configurator(tmp_path, monkeypatch):
+    from sglang.srt.arg_groups import resolution_hooks
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
     from sglang.srt.runtime_context import reset_context
@@ -45,6 +46,8 @@ def configurator(tmp_path, monkeypatch):
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.test.parallel_groups import publish
 
+    # Another test of this process may have registered the plugin, which refuses most of these servers.
+    monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
