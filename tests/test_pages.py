@@ -115,19 +115,25 @@ def names_from_kernels(tree: ast.AST) -> set[str]:
 
 
 def ops_of_servers() -> set[str]:
-    """Ops that the plugin calls, itself or through the functions of row_prefill.py that it imports."""
-    found, borrowed = set(), set()
+    """Ops that the plugin calls, itself or through what it imports of row_prefill.py and calls of a wire's methods."""
+    found, called = set(), set()
+    borrowed: dict[str, set[str]] = {"row_prefill": set(), "wire": set()}
     for path in sorted((ROOT / "nsa_dcp" / "sglang_plugin").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         found |= names_from_kernels(tree)
+        called |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module == "nsa_dcp.row_prefill":
-                borrowed |= {alias.name for alias in node.names}
-    tree = ast.parse((ROOT / "nsa_dcp" / "row_prefill.py").read_text(encoding="utf-8"))
-    for node in tree.body:
-        if getattr(node, "name", None) in borrowed:
-            called = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
-            found |= called & names_from_kernels(tree)
+            module = (getattr(node, "module", None) or "").removeprefix("nsa_dcp.")
+            if isinstance(node, ast.ImportFrom) and module in borrowed:
+                borrowed[module] |= {alias.name for alias in node.names}
+    for module, names in borrowed.items():
+        tree = ast.parse((ROOT / "nsa_dcp" / f"{module}.py").read_text(encoding="utf-8"))
+        for node in tree.body:
+            if getattr(node, "name", None) in names:
+                parts = [part for part in node.body if getattr(part, "name", None) in called]
+                used = parts if isinstance(node, ast.ClassDef) else [node]
+                words = {name.id for part in used for name in ast.walk(part) if isinstance(name, ast.Name)}
+                found |= words & names_from_kernels(tree)
     return {name for name in found if name.islower()}
 
 
@@ -142,12 +148,12 @@ def test_the_page_of_the_kernels_says_which_ops_servers_run():
 
 
 def test_the_page_of_the_architecture_says_what_servers_and_engine_share():
-    """Of the modules beside `planning`, the plugin imports `row_prefill` alone, and what the page names."""
+    """Of the modules beside `planning` and the wire the plugin imports `row_prefill` alone, and what the page names."""
     found = set()
     for path in sorted((ROOT / "nsa_dcp" / "sglang_plugin").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and re.match(
-                r"nsa_dcp\.(?!sglang_plugin|planning|command_line|choices)", node.module or ""
+                r"nsa_dcp\.(?!sglang_plugin|planning|command_line|choices|wire|transport)", node.module or ""
             ):
                 found |= {(node.module, alias.name) for alias in node.names}
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
