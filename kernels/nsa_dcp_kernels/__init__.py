@@ -1,7 +1,7 @@
 """Everything that runs on one GPU and knows no process group. CPU tensors run `reference`, CUDA tensors the kernels."""
 
 from nsa_dcp_kernels.index_logits import score_index
-from nsa_dcp_kernels.index_page_gather import gather_index_pages
+from nsa_dcp_kernels.index_page_gather import gather_index_pages, join_index_pages
 from nsa_dcp_kernels.kv_pack import (
     gather_index_keys,
     pack_latent,
@@ -16,6 +16,7 @@ from nsa_dcp_kernels.page_table import fill_page_table_, look_up_slots
 from nsa_dcp_kernels.partial_pack import merge_packed, pack_partials, unpack_partials
 from nsa_dcp_kernels.schedule import SparsePlan, plan_sparse
 from nsa_dcp_kernels.selection import LocalSelection, attend_selection, localize_selection
+from nsa_dcp_kernels.sharded_selection import find_threshold, localize_contexts, select_candidates, take_own
 from nsa_dcp_kernels.slot_selection import select_slots
 from nsa_dcp_kernels.sparse_mla import attend_sparse
 from nsa_dcp_kernels.topk import select_topk
@@ -26,9 +27,12 @@ __all__ = [
     "attend_selection",
     "attend_sparse",
     "fill_page_table_",
+    "find_threshold",
     "gather_index_keys",
     "gather_index_pages",
     "gather_pages",
+    "join_index_pages",
+    "localize_contexts",
     "localize_selection",
     "localize_topk",
     "look_up_slots",
@@ -41,8 +45,10 @@ __all__ = [
     "scatter_index_keys_",
     "scatter_latent_",
     "score_index",
+    "select_candidates",
     "select_slots",
     "select_topk",
+    "take_own",
     "unpack_latent",
     "unpack_partials",
 ]
