@@ -1,6 +1,6 @@
 """Do to a command what a refusal advises, word by word."""
 
-from nsa_dcp.sglang_plugin.admission.launch_parser import build_parser
+from nsa_dcp.sglang_plugin.admission.reading.launch_parser import build_parser
 
 _PARSER = build_parser()
 

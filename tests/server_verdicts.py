@@ -10,8 +10,8 @@ import logging
 import os
 from dataclasses import dataclass
 
-from nsa_dcp.sglang_plugin.admission import server_command
-from nsa_dcp.sglang_plugin.admission.launch_line import read_launch_line
+from nsa_dcp.sglang_plugin.admission.reading import server_command
+from nsa_dcp.sglang_plugin.admission.reading.launch_line import read_launch_line
 from nsa_dcp.sglang_plugin.doctor import doctor
 
 UNREADABLE = "unreadable"

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
-from nsa_dcp.planning import capacity, step_model
+from nsa_dcp.planning import capacity
 from nsa_dcp.planning.card_table import USUAL_REQUESTS, cards_as_dict, format_cards, most_beside, plan_cards
 from nsa_dcp.planning.checkpoints import USUAL_FRACTION
 from nsa_dcp.planning.dimensions import PRESETS, ModelDims, preset_dims, read_config
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.planning.steps import step_model
 
 _PLAN_HELP = "tokens held at each dcp size"
 _MODEL_HELP = "predicted decode step of TP, TP-DCP and CP-DCP"
@@ -20,7 +21,7 @@ _PLAN_DTYPES = (*capacity.KV_CACHE_DTYPES, "both")
 _SERVED_PAGE_SIZE = 64
 # Of what a table of cards does not follow; the parser's own defaults.
 _PLAN_DEFAULTS = {"attn_dp_size": 1, "pp_size": 1, "index_shards": 1, "sm_count": 132, "draft_layers": 0}
-_UNSLICED = ("DeepseekV32ForCausalLM",)  # sglang slices GLM's alone: sglang_plugin/admission/cp_validation.py
+_UNSLICED = ("DeepseekV32ForCausalLM",)  # sglang slices GLM's alone: sglang_plugin/admission/rules/cp_validation.py
 
 
 def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -127,7 +128,7 @@ def _plan_one_card(args: argparse.Namespace, model: ModelDims, dtypes: tuple[str
         draft_tokens=args.speculative_num_draft_tokens,
     )
     if args.plot:
-        from nsa_dcp.planning.capacity_plot import plot_capacity
+        from nsa_dcp.planning.plots.capacity_plot import plot_capacity
 
         plot_capacity(result, args.plot)
     return result
@@ -318,7 +319,7 @@ def run_model(args: argparse.Namespace) -> int:
             model, setup, inputs, args.batch, args.context, args.gpu_memory_gib, args.kv_cache_dtype
         )
         if args.plot:
-            from nsa_dcp.planning.capacity_plot import plot_crossover
+            from nsa_dcp.planning.plots.capacity_plot import plot_crossover
 
             plot_crossover(report, args.plot)
     except (ValueError, NotImplementedError, RuntimeError, OSError) as error:

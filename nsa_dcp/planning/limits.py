@@ -177,7 +177,7 @@ LIMITS = (
         size="rows",
         product=lambda s: max(s.local_heads - 1, 0) * _draft_rows(s) * _LATENT,
         answer=Answer.REFUSED,
-        how="sglang_plugin/admission/chunk_rules.py",
+        how="sglang_plugin/admission/rules/chunk_rules.py",
     ),
     Limit(
         name="merge of the ranks' results",
@@ -187,7 +187,7 @@ LIMITS = (
         product=lambda s: (s.dcp_size - 1) * s.rows * (s.attended_heads // s.dcp_size) * _PARTIAL_VALUES,
         answer=Answer.REFUSED,
         # One row past it triton 3.8's code was right all the same (H200, 2026-12-01): the compiler may widen, or not.
-        how="sglang_plugin/admission/chunk_rules.py; asked of ag_rs and interleave too, which have no lower one",
+        how="sglang_plugin/admission/rules/chunk_rules.py; asked of ag_rs and interleave too, which have no lower one",
     ),
     Limit(
         name="log-sum-exps of the ag_rs merge",
@@ -206,7 +206,7 @@ LIMITS = (
         size="rows",
         product=_split_results,
         answer=Answer.REFUSED,
-        how="sglang_plugin/admission/chunk_rules.py; our own launches have at most 264 rows",
+        how="sglang_plugin/admission/rules/chunk_rules.py; our own launches have at most 264 rows",
     ),
     Limit(
         name="hidden states",
@@ -215,7 +215,7 @@ LIMITS = (
         size="rows",
         product=lambda s: s.rows * s.shards * s.hidden_size,
         answer=Answer.REFUSED,
-        how="sglang_plugin/admission/chunk_rules.py",
+        how="sglang_plugin/admission/rules/chunk_rules.py",
     ),
     Limit(
         name="quantised index queries",
@@ -272,7 +272,7 @@ LIMITS = (
         size="pool_tokens",
         product=lambda s: s.pages * PAGE_ROWS - 1,
         answer=Answer.REFUSED,
-        how="sglang_plugin/admission/pool_limits.py; plan shows the cap",
+        how="sglang_plugin/admission/rules/pool_limits.py; plan shows the cap",
     ),
     Limit(
         name="page table of an unfused selection",
@@ -281,7 +281,7 @@ LIMITS = (
         size="requests",
         product=lambda s: max(s.step_rows - 1, 0) * s.context if s.unfused_topk else 0,
         answer=Answer.REFUSED,
-        how="sglang_plugin/admission/pool_limits.py",
+        how="sglang_plugin/admission/rules/pool_limits.py",
     ),
     Limit(
         name="page tables of speculation's graphs",
@@ -292,7 +292,7 @@ LIMITS = (
         product=lambda s: s.step_rows * s.context if s.draft else 0,
         ceiling=INT32_MAX - 1024 * 256,  # `i += total_threads` must not pass it either
         answer=Answer.REFUSED,
-        how="sglang_plugin/admission/pool_limits.py",
+        how="sglang_plugin/admission/rules/pool_limits.py",
     ),
     Limit(
         name="sums of lengths",

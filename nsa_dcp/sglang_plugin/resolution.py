@@ -15,6 +15,7 @@ from typing import Any
 
 from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.sglang_plugin.admission.rules.weight_rules import projection_format, read_quantization
 from nsa_dcp.sglang_plugin.admission.server_settings import Problem, is_foreign_draft, settle_typed
 from nsa_dcp.sglang_plugin.admission.validation import (
     HOPPER,
@@ -26,7 +27,6 @@ from nsa_dcp.sglang_plugin.admission.validation import (
     find_typed_problems,
     is_served_here,
 )
-from nsa_dcp.sglang_plugin.admission.weight_rules import projection_format, read_quantization
 
 logger = logging.getLogger(__name__)
 

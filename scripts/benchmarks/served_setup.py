@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from nsa_dcp.planning.step_model import DecodeSetup
+from nsa_dcp.planning.steps.step_model import DecodeSetup
 from scripts.served_checks.server_config import parse_sizes
 
 

@@ -1,5 +1,5 @@
 """Our kernels where 32 bits end: each must read and write where 64 bits say. In the interpreter, over memory of which
-only what is touched exists; on a GPU `test_on_gpu.py` and `tests/sglang/test_limits_on_gpu.py` have the rest.
+only what is touched exists; on a GPU `test_on_gpu.py` and `tests/sglang/planning/test_limits_on_gpu.py` have the rest.
 """
 
 import numpy as np

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from nsa_dcp.planning.dimensions import preset_dims
-from nsa_dcp.planning.step_inputs import measured_inputs, override_inputs
+from nsa_dcp.planning.steps.step_inputs import measured_inputs, override_inputs
 from scripts.benchmarks.collectives import bench as bench_collectives
 from scripts.benchmarks.collectives import cases
 

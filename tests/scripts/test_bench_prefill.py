@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nsa_dcp.layout import owner_of
 from nsa_dcp.planning.dimensions import preset_dims
-from nsa_dcp.planning.step_model import DecodeSetup, measured_inputs, override_inputs, predict_step
+from nsa_dcp.planning.steps.step_model import DecodeSetup, measured_inputs, override_inputs, predict_step
 from nsa_dcp_kernels import _flash_mla, gather_pages
 from scripts.benchmarks.decode_step.cases import DecodeCase
 from scripts.benchmarks.decode_step.cases import received_bytes as received_in_decode

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from nsa_dcp.planning.dimensions import dims_from_config
-from nsa_dcp.planning.step_inputs import measured_inputs
-from nsa_dcp.planning.step_model import DecodeSetup, predict_step
+from nsa_dcp.planning.steps.step_inputs import measured_inputs
+from nsa_dcp.planning.steps.step_model import DecodeSetup, predict_step
 from scripts.benchmarks.servers import compare_step_model, mid_size_model
 
 DIMS = dataclasses.replace(

@@ -177,8 +177,8 @@ def test_a_command_that_is_not_ours_resolves_exactly_as_without_us(model_path, m
     ids=lambda settings: "-".join(f"{name}={value}" for name, value in settings.items()),
 )
 def test_what_doctor_says_sglang_refuses_sglang_refuses(resolve, settings):
+    from nsa_dcp.sglang_plugin.admission.rules.stock_rules import find_stock_refusals
     from nsa_dcp.sglang_plugin.admission.server_settings import ServerSettings
-    from nsa_dcp.sglang_plugin.admission.stock_rules import find_stock_refusals
 
     settings = {"tp_size": 4, "attention_backend": "nsa"} | settings
     judged = {name: value for name, value in settings.items() if name != "attention_backend"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nsa_dcp.planning.held_memory import DEFAULT_CAPTURED, default_requests, held_memory, request_table_columns
-from nsa_dcp.sglang_plugin.admission.chunk_rules import prefill_sizes
+from nsa_dcp.sglang_plugin.admission.rules.chunk_rules import prefill_sizes
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, ServerSettings
 
 _GIB = 1 << 30

@@ -8,14 +8,14 @@ imported.
 from __future__ import annotations
 
 from nsa_dcp.sglang_plugin.admission.advice import Change, advise, drop, use
-from nsa_dcp.sglang_plugin.admission.chunk_rules import find_chunk_problems
-from nsa_dcp.sglang_plugin.admission.cp_validation import SLICED_ARCHITECTURES
-from nsa_dcp.sglang_plugin.admission.feature_rules import find_feature_problems
-from nsa_dcp.sglang_plugin.admission.pipeline_rules import find_pipeline_problems
+from nsa_dcp.sglang_plugin.admission.rules.chunk_rules import find_chunk_problems
+from nsa_dcp.sglang_plugin.admission.rules.cp_validation import SLICED_ARCHITECTURES
+from nsa_dcp.sglang_plugin.admission.rules.feature_rules import find_feature_problems
+from nsa_dcp.sglang_plugin.admission.rules.pipeline_rules import find_pipeline_problems
+from nsa_dcp.sglang_plugin.admission.rules.stock_rules import find_dsa_refusals, find_size_problems, find_stock_refusals
+from nsa_dcp.sglang_plugin.admission.rules.topology_rules import find_topology_problems
+from nsa_dcp.sglang_plugin.admission.rules.weight_rules import find_weight_problems
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
-from nsa_dcp.sglang_plugin.admission.stock_rules import find_dsa_refusals, find_size_problems, find_stock_refusals
-from nsa_dcp.sglang_plugin.admission.topology_rules import find_topology_problems
-from nsa_dcp.sglang_plugin.admission.weight_rules import find_weight_problems
 
 DSA_ATTENTION_BACKENDS = ("dsa", "nsa")
 SPARSE_BACKEND = "flashmla_kv"

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nsa_dcp.planning.dimensions import PRESETS
-from nsa_dcp.sglang_plugin.admission import server_command
 from nsa_dcp.sglang_plugin.admission.advice import advise, use
 from nsa_dcp.sglang_plugin.admission.held_report import describe_held_memory
-from nsa_dcp.sglang_plugin.admission.launch_line import LaunchLine, read_launch_line
-from nsa_dcp.sglang_plugin.admission.server_command import ServerCommand
+from nsa_dcp.sglang_plugin.admission.reading import server_command
+from nsa_dcp.sglang_plugin.admission.reading.launch_line import LaunchLine, read_launch_line
+from nsa_dcp.sglang_plugin.admission.reading.server_command import ServerCommand
+from nsa_dcp.sglang_plugin.admission.rules.stock_rules import find_stock_refusals
 from nsa_dcp.sglang_plugin.admission.server_shape import count_groups, shape_of_command
-from nsa_dcp.sglang_plugin.admission.stock_rules import find_stock_refusals
 from nsa_dcp.sglang_plugin.admission.validation import (
     HOPPER,
     SPARSE_BACKEND,

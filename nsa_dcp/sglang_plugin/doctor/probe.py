@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nsa_dcp.sglang_plugin.admission.server_command import read_with_sglang
+from nsa_dcp.sglang_plugin.admission.reading.server_command import read_with_sglang
 
 DEFAULT_TIMEOUT_S = 180.0
 _POLL_S, _KILL_GRACE_S, _ORPHAN_GRACE_S = 0.02, 2.0, 10.0

@@ -6,7 +6,7 @@ rank sends what stands in the lists below to the others, once, as text, and a di
 
 A new switch has its place here: an environment variable of ours in `OWN_VARIABLES`, one of sglang's in
 `SGLANG_VARIABLES`, a field of its arguments in `ARGUMENTS`, a number that several ranks must decide alike by in
-`CONSTANTS`. `tests/sglang/test_agreement_lists.py` fails where the code reads one that is not listed.
+`CONSTANTS`. `tests/sglang/startup/test_agreement_lists.py` fails where the code reads one that is not listed.
 What a rank decides for itself alone is not compared: memory fractions, paths, ports, the GPU's name and its SMs, which
 only cut a rank's own rows into launches.
 """

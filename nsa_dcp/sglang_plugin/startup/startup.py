@@ -13,7 +13,7 @@ from typing import Any
 from nsa_dcp.planning.capacity import temporary_buffers
 from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.sglang_plugin import resolution
-from nsa_dcp.sglang_plugin.admission.pool_limits import find_pool_problems, find_step_problems
+from nsa_dcp.sglang_plugin.admission.rules.pool_limits import find_pool_problems, find_step_problems
 from nsa_dcp.sglang_plugin.admission.server_shape import shape_of
 from nsa_dcp.sglang_plugin.admission.validation import (
     PAGE_SIZE,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nsa_dcp.planning.dimensions import ModelDims
-from nsa_dcp.planning.step_inputs import interpolate
+from nsa_dcp.planning.steps.step_inputs import interpolate
 from nsa_dcp_kernels.kv_format import KV_LORA_RANK, LATENT_BYTES, LATENT_DIM
 from scripts.served_checks.server_config import parse_sizes
 

@@ -8,7 +8,7 @@ from nsa_dcp.config import COMM_BACKENDS
 from nsa_dcp.layout import pages_for
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, ModelDims
-from nsa_dcp.planning.step_inputs import StepInput, measured_inputs
+from nsa_dcp.planning.steps.step_inputs import StepInput, measured_inputs
 from nsa_dcp_kernels.kv_format import LATENT_BYTES, PAGE_SIZE
 
 MODES = {"tp_dcp": "TP-DCP", "cp_dcp": "CP-DCP"}

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from nsa_dcp.command_line import check_output_file
 from nsa_dcp.planning.dimensions import PRESETS, ModelDims, preset_dims, read_config
-from nsa_dcp.planning.step_inputs import StepInput, measured_inputs, override_inputs
-from nsa_dcp.planning.step_model import MAX_BATCH, predict_step
+from nsa_dcp.planning.steps.step_inputs import StepInput, measured_inputs, override_inputs
+from nsa_dcp.planning.steps.step_model import MAX_BATCH, predict_step
 from scripts.benchmarks.served_setup import setup_of
 
 TOLERANCE = 0.15

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_dcp.command_line import check_output_file
-from nsa_dcp.planning.plot_lines import short_count
+from nsa_dcp.planning.plots.plot_lines import short_count
 from scripts.benchmarks.served_setup import setup_of
 
 MODES = ("tp", "tp_dcp", "cp_dcp")
