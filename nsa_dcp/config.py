@@ -8,6 +8,7 @@ from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, KV_LORA_RANK, PAGE_SIZE, Q
 MODES = ("tp", "cp")
 COMM_BACKENDS = ("ag_rs", "a2a")
 SELECTIONS = ("replicated", "row_split")
+INDEX_KEYS = ("replicated", "sharded")
 KV_CACHE_DTYPES = ("float32", "bf16", "fp8_e4m3")
 MAX_GATHERED_HEADS = 128
 _MOST_RANKS = 1024  # that a refusal suggests
@@ -60,7 +61,9 @@ class DcpConfig:
         ranks and decode steps head-sharded.
     cp_strategy: "interleave" or "zigzag".
     dcp_comm_backend: "a2a" or "ag_rs".
-    selection: "replicated", every rank scores every query row; "row_split", 1/dcp_size of them.
+    selection: "replicated", every rank scores every query row; "row_split", 1/dcp_size of them. With sharded index
+        keys, of a prompt's rows; then a decode step's are scored by every rank, each against its own keys.
+    index_keys: "replicated", every rank holds every token's; "sharded", each holds those of its own tokens.
     attn_dp_size: attention-data-parallel shards that the `tp_size` ranks are cut into.
     """
 
@@ -70,6 +73,7 @@ class DcpConfig:
     cp_strategy: str = "interleave"
     dcp_comm_backend: str = "a2a"
     selection: str = "row_split"
+    index_keys: str = "replicated"
     attn_dp_size: int = 1
     page_size: int = PAGE_SIZE
 
@@ -81,6 +85,7 @@ class DcpConfig:
         _check_choice("cp_strategy", self.cp_strategy, STRATEGIES)
         _check_choice("dcp_comm_backend", self.dcp_comm_backend, COMM_BACKENDS)
         _check_choice("selection", self.selection, SELECTIONS)
+        _check_choice("index_keys", self.index_keys, INDEX_KEYS)
         if self.page_size != PAGE_SIZE:
             raise NotImplementedError(
                 f"page_size must be {PAGE_SIZE}, the only page FlashMLA and DeepGEMM read on Hopper, "
@@ -107,6 +112,11 @@ class DcpConfig:
     def cp_size(self) -> int:
         """Context-parallel ranks of a prefill chunk."""
         return self.tp_size if self.mode == "cp" else 1
+
+    @property
+    def shards_index_keys(self) -> bool:
+        """Whether a rank lacks some tokens' index keys."""
+        return self.index_keys == "sharded" and self.dcp_size > 1
 
     def check_model(self, shape: ModelShape) -> None:
         """Refuse a model that cannot be split this way.

@@ -18,7 +18,7 @@ from nsa_dcp.cache import IndexKeyCache, LatentCache
 from nsa_dcp.cp_dcp import gather_rows, localize_gathered
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.hf.step import Step
-from nsa_dcp.indexer import select_positions, select_positions_row_split
+from nsa_dcp.indexer import gather_index_cache, select_own, select_positions, select_positions_row_split
 from nsa_dcp.layout import slots_at
 from nsa_dcp.tp_dcp import attend_sharded
 from nsa_dcp_kernels import LocalSelection, attend_selection, localize_selection
@@ -174,16 +174,21 @@ class DcpAttention(nn.Module):
         q = torch.cat([rotated, q[..., self.rope_dim :]], dim=-1)
         weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype)).to(accumulator(q.dtype))
         weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        index_cache = self.index_keys.layers[self.layer]
+        if step.index_gather:
+            index_cache = gather_index_cache(index_cache, step.index_gather.pages, self.ranks.dcp_group)
         scored = (
             q,
             weights,
-            self.index_keys.layers[self.layer],
+            index_cache,
             step.index_pages,
             step.row_request,
             step.context_lens,
             step.max_context_len,
             indexer.index_topk,
         )
+        if config.shards_index_keys and not step.index_gather:
+            return LocalSelection(*select_own(*scored, group=self.ranks.dcp_group), config.dcp_size)
         if config.selection == "row_split" and not step.cp:
             positions = select_positions_row_split(*scored, group=self.ranks.dcp_group)
         else:

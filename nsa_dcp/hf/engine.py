@@ -96,7 +96,8 @@ class Engine:
         index_dtype = dtype if dtype == torch.uint8 else model.dtype
         try:
             self.latents = LatentCache(shape.num_layers, size, dtype, self.device, dcp, ranks.dcp_rank)
-            self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, index_dtype, self.device, dcp)
+            own_rank = ranks.dcp_rank if ranks.config.shards_index_keys else None
+            self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, index_dtype, self.device, dcp, own_rank)
         except (RuntimeError, OverflowError, MemoryError, TypeError) as error:  # torch has one of each for too much
             raise ValueError(
                 f"max_total_tokens must leave the caches within memory, got {cache_config.max_total_tokens} "

@@ -62,9 +62,12 @@ class Step:
     """One step as one rank runs it. T tokens in the step, T_local of them on this rank (T without context parallelism).
 
     input_ids, positions: [T_local] int64. slots: [T] int32, where the step's tokens are cached.
-    row_request, context_lens: [T_local] int32. page_table: [B_local, P] int32, index_pages: [B_local, P * N] int32.
+    row_request, context_lens: [T_local] int32. page_table: [B_local, P] int32, widened pages.
+    index_pages: [B_local, P * N] int32, pages of 64 slots of what index queries are scored against: the index-key cache
+        or, where index keys are sharded, the gathered ones; [B_local, P], the rank's own, where it scores those alone.
     max_context_len: the largest context length. last_rows: [B] int64, each request's last token among the T.
     cp: None where the step is head-sharded.
+    index_gather: the pages whose index keys are gathered; None where they are not.
     """
 
     input_ids: torch.Tensor
@@ -77,6 +80,7 @@ class Step:
     max_context_len: int
     last_rows: torch.Tensor
     cp: ContextParallelStep | None
+    index_gather: GatheredPages | None = None
 
 
 def build_step(extends: list[Extend], ranks: Ranks, num_pages: int, device: torch.device) -> Step:
@@ -115,19 +119,29 @@ def build_step(extends: list[Extend], ranks: Ranks, num_pages: int, device: torc
     slots = slots_at(positions, row_request, page_table, dcp_size)
     last_rows = lens_t.cumsum(0) - 1
 
-    cp = None
+    cp = gathered = None
     request_table = page_table
-    if _is_token_sharded(lens, ranks):
+    token_sharded = _is_token_sharded(lens, ranks)
+    gathers_index_keys = ranks.config.shards_index_keys and max(lens) > 1
+    if token_sharded or gathers_index_keys:
+        plan = plan_pages(page_table, page_counts, num_pages)
+        gathered = GatheredPages(plan.pages.to(device), plan.page_pos.to(device))
+    if token_sharded and gathered:
         shares = cp_layout.split_tokens(lens, ranks.config.cp_size, ranks.config.cp_strategy)
         share = cp_layout.share_of(shares[ranks.rank], lens)
-        plan = plan_pages(page_table, page_counts, num_pages)
         cp = ContextParallelStep(
             restore=cp_layout.restore_index(shares).to(device),
             longest=max(len(tokens) for tokens in shares),
-            pages=GatheredPages(plan.pages.to(device), plan.page_pos.to(device)),
+            pages=gathered,
         )
         input_ids, positions = input_ids[share.token_index], positions[share.token_index]
         row_request, request_table = share.row_request, page_table[share.request_index]
+    index_pages = request_table
+    if gathers_index_keys:
+        # The padding of the table has no place; nothing is read there.
+        index_pages = index_page_table(plan.page_pos[request_table.long()].clamp(min=0), dcp_size)
+    elif not ranks.config.shards_index_keys:
+        index_pages = index_page_table(request_table, dcp_size)
     return Step(
         input_ids=input_ids.to(device),
         positions=positions.to(device),
@@ -135,10 +149,11 @@ def build_step(extends: list[Extend], ranks: Ranks, num_pages: int, device: torc
         row_request=row_request.to(device, torch.int32),
         context_lens=(positions + 1).to(device, torch.int32),
         page_table=request_table.to(device),
-        index_pages=index_page_table(request_table, dcp_size).to(device),
+        index_pages=index_pages.to(device),
         max_context_len=int(positions.max()) + 1,
         last_rows=last_rows.to(device),
         cp=cp,
+        index_gather=gathered if gathers_index_keys else None,
     )
 
 
