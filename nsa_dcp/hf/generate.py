@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
-from nsa_dcp.config import COMM_BACKENDS, KV_CACHE_DTYPES, MODES, SELECTIONS, CacheConfig, DcpConfig
+from nsa_dcp.config import COMM_BACKENDS, INDEX_KEYS, KV_CACHE_DTYPES, MODES, SELECTIONS, CacheConfig, DcpConfig
 from nsa_dcp.cp_layout import STRATEGIES
 from nsa_dcp.layout import pages_for, widened_page_size
 
@@ -60,6 +60,12 @@ def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--max-total-tokens", type=int, help="tokens that the pool holds; default: all prompts at once")
     add("--dcp-comm-backend", choices=COMM_BACKENDS, default="a2a")
     add("--index-selection", choices=SELECTIONS, default="row_split", help="who scores which query rows")
+    add(
+        "--index-keys",
+        choices=INDEX_KEYS,
+        default="replicated",
+        help="every token's on every rank, or each rank's own tokens' alone: dcp-size times the tokens",
+    )
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add(
         "--dtype",
@@ -94,6 +100,7 @@ def run_generate(args: argparse.Namespace) -> int:
         cp_strategy=args.cp_strategy,
         dcp_comm_backend=args.dcp_comm_backend,
         selection=args.index_selection,
+        index_keys=args.index_keys,
     )
     for name in ("max_new_tokens", "chunked_prefill_size"):
         if getattr(args, name) < 1:
@@ -150,6 +157,7 @@ def run_generate(args: argparse.Namespace) -> int:
         "cp_strategy": config.cp_strategy if config.mode == "cp" else None,
         "dcp_comm_backend": config.dcp_comm_backend,
         "index_selection": config.selection,
+        "index_keys": config.index_keys,
         "kv_cache_dtype": args.kv_cache_dtype,
         "dtype": dtype,
         "device": args.device,

@@ -24,6 +24,7 @@ def test_a_group_of_one_is_itself():
     assert comm.gather_heads(values, None) is values
     assert comm.all_reduce(values, None) is values
     assert comm.broadcast(values, None) is values
+    assert comm.exchange(values, None) is values
     gathered = comm.all_gather(values, None)
     assert gathered.shape == (1, 3, 2, 4)
     assert torch.equal(gathered[0], values)

@@ -253,3 +253,11 @@ def test_configs_cannot_be_changed_after_they_were_checked():
 def test_cp_mode_refuses_attention_data_parallelism():
     with pytest.raises(NotImplementedError, match=r"attn_dp_size must be 1 in cp mode.*got 2; --mode tp would work"):
         DcpConfig(tp_size=4, dcp_size=1, mode="cp", attn_dp_size=2)
+
+
+def test_index_keys_are_replicated_unless_asked_and_a_group_of_one_has_nothing_to_shard():
+    assert not DcpConfig(tp_size=2, dcp_size=2).shards_index_keys
+    assert DcpConfig(tp_size=2, dcp_size=2, index_keys="sharded").shards_index_keys
+    assert not DcpConfig(tp_size=2, index_keys="sharded").shards_index_keys
+    with pytest.raises(ValueError, match=refusal("index_keys must be one of replicated, sharded, got 'split'")):
+        DcpConfig(index_keys="split")
