@@ -144,8 +144,8 @@ def select_own(
 def agree_on_threshold(candidates: torch.Tensor, group: comm.Group) -> torch.Tensor:
     """Find where each row's selection ends, from all ranks' candidates.
 
-    Each row has one rank that is sent its N lists and answers all with 8 bytes. So a rank receives about 8 K bytes a row
-    whatever N is; if every rank gathered every list and searched in it, it would be N times as many.
+    Each row has one rank that is sent its N lists and answers all with 8 bytes. So a rank receives about 8 K bytes a
+    row whatever N is; if every rank gathered every list and searched in it, it would be N times as many.
 
     Args:
         candidates: [T, 2, K] int32, from `select_candidates`. T is the same on every rank.

@@ -54,8 +54,8 @@ def join_index_pages(shards: torch.Tensor) -> torch.Tensor:
             each rank, in rank order.
 
     Returns:
-        [N * G, 64 * 132] or [N * 64 * G, 128]: page N * g + m holds slots 64 m and on of the 64 * N that page g of every
-        rank make up: a cache that spans every slot of these pages, bytes untouched.
+        [N * G, 64 * 132] or [N * 64 * G, 128]: page N * g + m holds slots 64 m and on of the 64 * N that page g of
+        every rank make up: a cache that spans every slot of these pages, bytes untouched.
 
     Raises:
         ValueError: a shape or dtype is not as above.

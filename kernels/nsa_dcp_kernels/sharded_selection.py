@@ -34,7 +34,7 @@ def localize_contexts(
     Returns:
         local_pages: [B, ceil(P / dcp_size)] int32. Pages of this rank's cache; page p holds its tokens of positions
             64 * dcp_size * p and on. -1 for none.
-        local_lengths: [T] int32. Tokens of each row's context that this rank owns. Over all ranks they sum to `lengths`.
+        local_lengths: [T] int32. Tokens of each row that this rank owns. Over all ranks they sum to `lengths`.
 
     Raises:
         ValueError: a shape, a dtype or the rank is not as above.
@@ -58,8 +58,8 @@ def select_candidates(scores: torch.Tensor, lengths: torch.Tensor, topk: int) ->
         topk: K.
 
     Returns:
-        [T, 2, K] int32, the message that ranks exchange. [:, 0]: sort keys, integers in the order of the scores, -0.0 as
-        0.0, NaN below -inf. [:, 1]: local indices, ascending. Past the last, the lowest integer and -1.
+        [T, 2, K] int32, the message that ranks exchange. [:, 0]: sort keys, integers in the order of the scores, -0.0
+        as 0.0, NaN below -inf. [:, 1]: local indices, ascending. Past the last, the lowest integer and -1.
 
     Raises:
         ValueError: as `select_slots`, which selects here.

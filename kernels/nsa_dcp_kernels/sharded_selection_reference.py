@@ -30,7 +30,7 @@ def select_candidates(scores: torch.Tensor, lengths: torch.Tensor, topk: int) ->
 
 
 def find_threshold(lists: torch.Tensor) -> torch.Tensor:
-    num_ranks, num_rows, _, topk = lists.shape
+    num_ranks, _, _, topk = lists.shape
     keys, local = lists.long().unbind(2)
     positions = local * num_ranks + torch.arange(num_ranks)[:, None, None]
     # One integer that orders as (key descending, position ascending) does, from the largest on.
@@ -73,9 +73,7 @@ def select_sharded(scores: torch.Tensor, lengths: torch.Tensor, topk: int, dcp_s
     num_rows, width = scores.shape
     pages = torch.arange(-(-width // PAGE_SIZE), dtype=torch.int32).expand(num_rows, -1)
     shards = [localize_contexts(pages, lengths, dcp_size, rank) for rank in range(dcp_size)]
-    candidates = [
-        select_candidates(scores[:, rank::dcp_size], shards[rank][1], topk) for rank in range(dcp_size)
-    ]
+    candidates = [select_candidates(scores[:, rank::dcp_size], shards[rank][1], topk) for rank in range(dcp_size)]
     cutoffs = find_threshold(torch.stack(candidates))
     parts = []
     for rank, own in enumerate(candidates):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from nsa_dcp.planning.capacity import Plan
 
 INDEX_KEYS = ("replicated", "sharded")
+# A server's choice, for which sglang has no flag.
+INDEX_KEYS_VARIABLE = "NSA_DCP_INDEX_KEYS"
 SHARDED_NOTE = (
     "sharded index keys: generate runs them; sglang servers of this version hold replicated ones, and refuse the others"
 )

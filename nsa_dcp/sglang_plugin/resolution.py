@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_dcp.planning.dimensions import dims_from_config
+from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.admission.rules.weight_rules import projection_format, read_quantization
 from nsa_dcp.sglang_plugin.admission.server_settings import Problem, is_foreign_draft, settle_typed
@@ -154,6 +155,7 @@ def read_command(server_args: Any, *, typed: bool = False) -> tuple[ServerSettin
         decode_cuda_graph=_cuda_graph_backend(view, "decode"),
         foreign_draft=is_foreign_draft(view.speculative_draft_model_path, view.model_path),
         pp_layer_partition=os.environ.get(PARTITION_VARIABLE),
+        index_keys=os.environ.get(INDEX_KEYS_VARIABLE),
         chunk_is_divided=not typed,
         **{name: values[name] for name in same_name},
     )

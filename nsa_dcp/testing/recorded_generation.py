@@ -76,9 +76,9 @@ def _generate_recorded(
 
 
 def _record_selections() -> list[tuple]:
-    """Keep, of every selection of this process: layer, first page of each row's request, tokens seen, what was selected.
+    """Keep, of every selection of this process: layer, first page of each row's request, tokens seen, the selected.
 
-    What was selected is positions, or with sharded index keys this rank's rows.
+    The selected are positions, or with sharded index keys this rank's rows.
     """
     calls: list[tuple] = []
     running: list[tuple] = []

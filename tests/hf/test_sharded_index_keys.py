@@ -6,7 +6,11 @@ Every rank's index-key cache is poisoned before it serves: a key that a rank doe
 from dataclasses import replace
 
 import pytest
-from test_equivalence import (
+
+from nsa_dcp.config import CacheConfig, DcpConfig
+from nsa_dcp.launcher import run_ranks
+from nsa_dcp.testing.recorded_generation import generate_recorded, generate_statically
+from tests.hf.test_equivalence import (
     DEEPSEEK,
     GLM,
     SPLITS,
@@ -17,10 +21,6 @@ from test_equivalence import (
     make_prompts,
     run,
 )
-
-from nsa_dcp.config import CacheConfig, DcpConfig
-from nsa_dcp.launcher import run_ranks
-from nsa_dcp.testing.recorded_generation import generate_recorded, generate_statically
 
 SHARDED = {
     name: replace(SPLITS[name], index_keys="sharded")

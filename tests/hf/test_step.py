@@ -193,7 +193,7 @@ def test_a_request_without_a_new_token_is_refused():
 @pytest.mark.parametrize("mode", ["tp", "interleave", "zigzag"])
 @pytest.mark.parametrize("dcp_size", [2, 3, 4])
 def test_a_prompts_index_keys_are_found_where_their_pages_are_gathered(mode, dcp_size):
-    """Every slot of every context that a rank's rows see, by plain integers; pages in the order that all ranks gather."""
+    """Every slot of the contexts that a rank's rows see, by plain integers; pages in the order that all gather."""
     config = {"tp_size": dcp_size, "dcp_size": dcp_size, "index_keys": "sharded"}
     if mode != "tp":
         config |= {"mode": "cp", "cp_strategy": mode}

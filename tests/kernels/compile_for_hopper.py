@@ -170,10 +170,14 @@ def compile_indexer() -> None:
 
 
 def compile_sharded_selection() -> None:
-    for dcp_size, num_rows, topk, dtype in [(1, 1, 1, torch.int64), (3, 5, 100, torch.int32), (8, 64, 2048, torch.int32)]:
+    for dcp_size, num_rows, wanted, dtype in [
+        (1, 1, 1, torch.int64),
+        (3, 5, 100, torch.int32),
+        (8, 64, 2048, torch.int32),
+    ]:
         table, values = torch.zeros(num_rows, 17, dtype=torch.int32), torch.zeros(num_rows, dtype=dtype)
         sharded_selection.localize_contexts(table, values, dcp_size, 0)
-        lists = torch.zeros(dcp_size, num_rows, 2, topk, dtype=torch.int32)
+        lists = torch.zeros(dcp_size, num_rows, 2, wanted, dtype=torch.int32)
         cutoffs = sharded_selection.find_threshold(lists)
         for request in (None, values):
             sharded_selection.take_own(lists[0], cutoffs, table, dcp_size, 0, request)

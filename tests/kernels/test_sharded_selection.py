@@ -1,4 +1,4 @@
-"""Selection over sharded index keys: all ranks in one process against `select_topk`; the kernels against the reference."""
+"""Selection over sharded index keys: all ranks in one process against `select_topk`; kernels against references."""
 
 import math
 

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nsa_dcp.planning.capacity import plan
-from nsa_dcp.planning.index_key_choice import INDEX_KEYS
 from nsa_dcp.planning.dimensions import ModelDims
+from nsa_dcp.planning.index_key_choice import INDEX_KEYS
 from nsa_dcp.planning.steps.step_inputs import StepInput, interpolate, measured_inputs, override_inputs
 from nsa_dcp.planning.steps.term_times import (
     Values,
@@ -50,7 +50,17 @@ MODES = ("tp", "tp_dcp", "cp_dcp")
 COMM_BACKENDS = ("a2a", "ag_rs")
 _TERMS = (
     *("attention", "pad_heads", "localize", "gather_q", "arrange_heads", "exchange", "combine"),
-    *("selection", "join_scores", "gather_selection", "agree_threshold", "cache_writes", "page_table", "weights", "all_reduce", "other"),
+    *(
+        "selection",
+        "join_scores",
+        "gather_selection",
+        "agree_threshold",
+        "cache_writes",
+        "page_table",
+        "weights",
+        "all_reduce",
+        "other",
+    ),
 )
 MAX_BATCH = 256  # the largest measured batch
 _SCORE_BYTES = 4  # float32

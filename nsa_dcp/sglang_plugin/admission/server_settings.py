@@ -16,6 +16,7 @@ class ServerSettings:
     never a problem, but for `grammar_backend`: sglang then always chooses one. `prefill_cuda_graph` and
     `decode_cuda_graph` are the graph backends asked for; None or "disabled" when none was. `foreign_draft`: drafts come
     from another checkpoint. `pp_layer_partition`: the value of `nsa_dcp.planning.pipelines.PARTITION_VARIABLE`.
+    `index_keys`: the value of `nsa_dcp.planning.index_key_choice.INDEX_KEYS_VARIABLE`; None or empty is replicated.
     `chunk_is_divided`: sglang has divided `chunked_prefill_size` by `attn_dp_size` already.
     """
 
@@ -27,6 +28,7 @@ class ServerSettings:
             "decode_cuda_graph",
             "foreign_draft",
             "pp_layer_partition",
+            "index_keys",
             "chunk_is_divided",
         )
     )
@@ -96,6 +98,7 @@ class ServerSettings:
     enable_return_indexer_topk: bool = False
     moe_dense_tp_size: int | None = None
     served_model_name: str | None = None
+    index_keys: str | None = None
 
     @property
     def copies_weights(self) -> bool:

@@ -64,9 +64,10 @@ def variables_read(path):
 
 def test_every_variable_that_our_servers_read_is_compared_or_explained():
     known = set(OUR_LOCAL_VARIABLES) | {name for name, _ in agreement.OWN_VARIABLES} | set(agreement.SGLANG_VARIABLES)
-    # By a name that holds the name: PARTITION_VARIABLE is in the list above, the others are `agreement`'s own lists.
+    # By a name that holds the name: of PARTITION_VARIABLE and INDEX_KEYS_VARIABLE in the lists above, of the others in
+    # `agreement`'s own.
     # "$word" is a variable that a command line names, which doctor looks up; no server does.
-    known |= {"$PARTITION_VARIABLE", "$name", "$word"}
+    known |= {"$PARTITION_VARIABLE", "$INDEX_KEYS_VARIABLE", "$name", "$word"}
     unknown = {
         str(path.relative_to(ROOT)): sorted(variables_read(path) - known)
         for path in served_sources()

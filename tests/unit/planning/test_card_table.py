@@ -76,7 +76,10 @@ def test_each_row_shows_what_the_other_choice_of_index_keys_would_hold(run, pres
         assert one.tokens[1] == other.tokens[1]
         assert one.tokens[8] < other.tokens[8] or not other.tokens[8]
     held = max(row.tokens[8] for row in sharded)
-    assert f"{held:,}" in run("--preset", preset)[1] and f"{held:,}" in run("--preset", preset, "--index-keys", "sharded")[1]
+    assert (
+        f"{held:,}" in run("--preset", preset)[1]
+        and f"{held:,}" in run("--preset", preset, "--index-keys", "sharded")[1]
+    )
 
 
 def test_weights_that_leave_no_room_are_a_row_and_not_an_error(run):

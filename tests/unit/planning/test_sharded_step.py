@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from test_step_model import SETUP, step
+
+from tests.unit.planning.test_step_model import SETUP, step
 
 
 def test_sharded_index_keys_gain_where_few_rows_have_long_contexts_and_cost_where_they_are_short():

@@ -23,6 +23,7 @@ from nsa_dcp.planning.config_fields import (
     read_json_object,
 )
 from nsa_dcp.planning.dimensions import indexer_layers, preset_dims
+from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.sglang_plugin.admission.reading import launch_parser
 from nsa_dcp.sglang_plugin.admission.reading.launch_config import merge_config_file
@@ -133,6 +134,7 @@ def command_from_fields(
         config = (read["cuda_graph_config"] or {}).get(phase, {})
         values[f"{phase}_cuda_graph"] = config.get("backend", read[f"cuda_graph_backend_{phase}"])
     values["pp_layer_partition"] = environment.get(PARTITION_VARIABLE)
+    values["index_keys"] = environment.get(INDEX_KEYS_VARIABLE)
     values["foreign_draft"] = is_foreign_draft(read["speculative_draft_model_path"], read["model_path"])
     given = {name: value for name, value in fields_read.items() if value != _defaults().get(name)}
     return ServerCommand(
