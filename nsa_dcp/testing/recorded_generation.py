@@ -100,7 +100,7 @@ def _record_selections() -> list[tuple]:
 
         return run
 
-    attention.DcpAttention._select = select
+    attention.DcpAttention._select = select  # type: ignore[method-assign, assignment]
     for name in ("select_positions", "select_positions_row_split", "select_own"):
         # Of the module itself: an earlier run of this process may have left a recorder in the attention's names.
         setattr(attention, name, recording(getattr(indexer, name)))
