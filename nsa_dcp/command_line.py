@@ -1,6 +1,6 @@
 """What users type for a data type and for a path.
 
-A data type is `bf16`, as here, or `bfloat16`, as sglang spells it. Whether a command will be able to write where it was
+A data type is `bfloat16`, as sglang spells it, or `bf16`. Whether a command will be able to write where it was
 told to is asked before it does the work.
 """
 
@@ -11,14 +11,14 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-_OTHER_SPELLINGS = {"bfloat16": "bf16"}
+_OTHER_SPELLINGS = {"bfloat16": "bf16", "bf16": "bfloat16"}
 
 
 def dtype_argument(dtypes: Sequence[str]) -> Callable[[str], str]:
     """An argparse `type` that takes one of `dtypes`, in either spelling, and returns it as spelt in `dtypes`."""
 
     def read(text: str) -> str:
-        dtype = _OTHER_SPELLINGS.get(text, text)
+        dtype = text if text in dtypes else _OTHER_SPELLINGS.get(text, text)
         if dtype not in dtypes:
             raise argparse.ArgumentTypeError(f"must be one of {', '.join(_spellings(dtypes))}, got {text!r}")
         return dtype

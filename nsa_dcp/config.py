@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from nsa_dcp.cp_layout import STRATEGIES
+from nsa_dcp.planning.served_format import INDEX_KEYS
 from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, KV_LORA_RANK, PAGE_SIZE, QK_ROPE_HEAD_DIM
 
 MODES = ("tp", "cp")
 COMM_BACKENDS = ("ag_rs", "a2a")
 SELECTIONS = ("replicated", "row_split")
-INDEX_KEYS = ("replicated", "sharded")
 KV_CACHE_DTYPES = ("float32", "bf16", "fp8_e4m3")
 MAX_GATHERED_HEADS = 128
 _MOST_RANKS = 1024  # that a refusal suggests

@@ -17,6 +17,9 @@ HEAVY = ("nsa_dcp.hf", "nsa_dcp.testing", "nsa_dcp_kernels._triton")
 HEAVY += ("nsa_dcp.sglang_plugin.attention.backend", "nsa_dcp.sglang_plugin.attention.cp_backend")
 LIGHT_PACKAGES = {"nsa_dcp", "nsa_dcp_kernels", "torch", "numpy"}
 MAX_LINES = 400
+# A folder is a role: more modules than this are several roles, but where all are alike, an op or a test each.
+MAX_MODULES = 15
+ROLES = ("nsa_dcp", "scripts")
 # What a person reads in a checkout, and a plot; what machines write by the megabyte belongs elsewhere.
 MAX_BYTES = 200_000
 SHAPELESS = re.compile(r"^(utils?|helpers?|common|core|misc|shared|base)(\.py)?$")
@@ -60,6 +63,16 @@ def test_no_python_file_is_longer_than_400_lines():
     assert lengths
     too_long = {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > MAX_LINES}
     assert too_long == {}
+
+
+def test_no_folder_has_more_modules_than_a_person_surveys():
+    counts: dict[str, int] = {}
+    for path in tracked_files():
+        inner = path.relative_to(ROOT)
+        if path.suffix == ".py" and path.stem != "__init__" and inner.parts[0] in ROLES:
+            counts[str(inner.parent)] = counts.get(str(inner.parent), 0) + 1
+    assert {"nsa_dcp/planning", "nsa_dcp/sglang_plugin/admission", "scripts/served_checks"} <= set(counts)
+    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
 def test_no_tracked_file_is_large():

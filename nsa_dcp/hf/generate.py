@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
-from nsa_dcp.config import COMM_BACKENDS, INDEX_KEYS, KV_CACHE_DTYPES, MODES, SELECTIONS, CacheConfig, DcpConfig
+from nsa_dcp.config import COMM_BACKENDS, KV_CACHE_DTYPES, MODES, SELECTIONS, CacheConfig, DcpConfig
 from nsa_dcp.cp_layout import STRATEGIES
 from nsa_dcp.layout import pages_for, widened_page_size
+from nsa_dcp.planning.served_format import INDEX_KEYS
 
 _PROGRESS_EVERY_S = 2.0
 _LONGEST_TIMEOUT_S = 86400.0

@@ -4,7 +4,7 @@ A token costs each GPU of a DCP group
 
     L * latent / dcp_size  +  L_index * 132 / index_shards  +  L_draft * (latent + 132)      bytes,
 
-with `L` layers, `latent` 656 bytes in packed FP8 or 1,152 in bf16, `L_index` layers that own an indexer, and draft
+with `L` layers, `latent` 656 bytes in packed FP8 or 1,152 in bfloat16, `L_index` layers that own an indexer, and draft
 layers that every rank holds in full. Index keys are on every rank, `index_shards` 1, or sharded as latents are, where
 it is dcp_size. A pool is a whole number of pages, and one more page of every buffer is reserved for padding.
 
@@ -23,14 +23,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from nsa_dcp.planning.budget import GIB, budget_bytes, require_natural, require_positive
-from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, QUANT_TILE, ModelDims
+from nsa_dcp.planning.dimensions import ModelDims
 from nsa_dcp.planning.held_memory import HeldMemory, default_requests, held_memory, request_table_columns
 from nsa_dcp.planning.limits import Sizes, largest_pool
 from nsa_dcp.planning.pipelines import describe_waiting_stage, split_layers, stage_dims, suggest_partition
+from nsa_dcp.planning.served_format import (
+    HEAD_BUCKETS,
+    INDEX_KEY_BYTES,
+    KV_CACHE_DTYPES,
+    MOST_SMS,
+    PAGE_SIZE,
+    padded_heads,
+    row_bytes,
+)
 
-INDEX_KEY_BYTES = INDEX_HEAD_DIM + INDEX_HEAD_DIM // QUANT_TILE * 4  # fp8 values and one float32 scale
-KV_CACHE_DTYPES = ("fp8_e4m3", "bf16")
-HEAD_BUCKETS = (64, 128)  # the head counts FlashMLA's sparse kernels are compiled for
 # nsa_dcp_kernels attends to packed rows instead of dequantising more than this.
 MOST_DEQUANTISED_BYTES = 1 << 30
 
@@ -54,12 +60,12 @@ class TemporaryBuffers:
     """Bytes that a GPU needs beside its pool while it works, each the largest of its kind.
 
     Args:
-        gathered_q: the chunk's queries of all heads of the DCP group, bf16 (TP-DCP).
+        gathered_q: the chunk's queries of all heads of the DCP group, bfloat16 (TP-DCP).
         attention_scratch: FlashMLA's split-KV accumulators for one launch.
         exchange: partial outputs with their lse, sent and received.
         page_gather: the packed prefix and chunk of one layer for `context` tokens (CP-DCP prefill); 0 at dcp 1.
         dequantised: the most that prefill takes to dequantise one layer's rows, its own (TP-DCP) or gathered ones
-            (CP-DCP), before it attends to them; 0 for bf16 and at dcp 1.
+            (CP-DCP), before it attends to them; 0 for bfloat16 and at dcp 1.
     """
 
     gathered_q: int
@@ -149,22 +155,13 @@ class Plan:
         }
 
 
-def latent_bytes(model: ModelDims, kv_cache_dtype: str) -> int:
-    """Bytes of one cached latent row: 656 packed FP8 (values, one float32 scale per 128, bf16 RoPE) or 1,152 bf16."""
-    if kv_cache_dtype == "fp8_e4m3":
-        return model.kv_lora_rank + model.kv_lora_rank // QUANT_TILE * 4 + model.qk_rope_head_dim * 2
-    if kv_cache_dtype == "bf16":
-        return model.latent_dim * 2
-    raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
-
-
 def bytes_per_token(
     model: ModelDims, kv_cache_dtype: str, dcp_size: int, *, index_shards: int = 1, draft_layers: int = 0
 ) -> TokenBytes:
     """Bytes one token costs each GPU of a DCP group of `dcp_size`. ValueError: a size is not a positive integer."""
     require_positive(dcp_size=dcp_size, index_shards=index_shards)
     require_natural(draft_layers=draft_layers)
-    latent = latent_bytes(model, kv_cache_dtype)
+    latent = row_bytes(kv_cache_dtype, model.kv_lora_rank, model.qk_rope_head_dim)
     return TokenBytes(
         latent=model.num_hidden_layers * latent / dcp_size,
         index_keys=len(model.indexer_layers) * INDEX_KEY_BYTES / index_shards,
@@ -187,10 +184,10 @@ def plan(
     dcp_sizes: Sequence[int] | None = None,
     index_shards: int = 1,
     draft_layers: int = 0,
-    page_size: int = 64,
+    page_size: int = PAGE_SIZE,
     context: int | None = None,
     chunked_prefill_size: int = 8192,
-    sm_count: int = 132,
+    sm_count: int = MOST_SMS,
     max_running_requests: int | None = None,
     draft_tokens: int | None = None,
 ) -> Plan:
@@ -338,8 +335,8 @@ def temporary_buffers(
     rows: int,
     context: int,
     pool_rows: int,
-    page_size: int = 64,
-    sm_count: int = 132,
+    page_size: int = PAGE_SIZE,
+    sm_count: int = MOST_SMS,
 ) -> TemporaryBuffers:
     """Bytes of one GPU's working buffers for a prefill chunk.
 
@@ -354,17 +351,18 @@ def temporary_buffers(
     rows, `parts = sm_count // (heads // 64)`: longer chunks run as several launches that reuse it.
     """
     gathered = local_heads * dcp_size
-    bucket = next((size for size in HEAD_BUCKETS if gathered <= size), gathered)
-    parts = max(sm_count // max(bucket // 64, 1), 1)
+    bucket = max(padded_heads(gathered), gathered)
+    parts = max(sm_count // (bucket // HEAD_BUCKETS[0]), 1)
     launch_rows = min(rows, 2 * parts)
     gathered_rows = math.ceil(context / (page_size * dcp_size)) * page_size * dcp_size
     dequantised = min(max(pool_rows, gathered_rows) * model.latent_dim * 2, MOST_DEQUANTISED_BYTES)
     spread = dcp_size > 1
+    bytes_of_row = row_bytes(kv_cache_dtype, model.kv_lora_rank, model.qk_rope_head_dim)
     return TemporaryBuffers(
         gathered_q=rows * gathered * model.latent_dim * 2 if spread else 0,
         attention_scratch=(launch_rows + parts) * bucket * model.kv_lora_rank * 4,
         exchange=2 * rows * gathered * (model.kv_lora_rank * 2 + 4) if spread else 0,
-        page_gather=gathered_rows * latent_bytes(model, kv_cache_dtype) if spread else 0,
+        page_gather=gathered_rows * bytes_of_row if spread else 0,
         dequantised=dequantised if spread and kv_cache_dtype == "fp8_e4m3" else 0,
     )
 

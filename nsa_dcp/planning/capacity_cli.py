@@ -22,15 +22,15 @@ from nsa_dcp.planning.index_key_choice import (
     shards_of,
 )
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.planning.served_format import ARCHITECTURES, KV_CACHE_DTYPES, MOST_SMS, PAGE_SIZE, SLICED_ARCHITECTURES
 from nsa_dcp.planning.steps import step_model
 
 _PLAN_HELP = "tokens held at each dcp size"
 _MODEL_HELP = "predicted decode step of TP, TP-DCP and CP-DCP"
-_PLAN_DTYPES = (*capacity.KV_CACHE_DTYPES, "both")
-_SERVED_PAGE_SIZE = 64
+_PLAN_DTYPES = (*KV_CACHE_DTYPES, "both")
 # Of what a table of cards does not follow; the parser's own defaults.
-_PLAN_DEFAULTS = {"attn_dp_size": 1, "pp_size": 1, "sm_count": 132, "draft_layers": 0}
-_UNSLICED = ("DeepseekV32ForCausalLM",)  # sglang slices GLM's alone: sglang_plugin/admission/rules/cp_validation.py
+_PLAN_DEFAULTS = {"attn_dp_size": 1, "pp_size": 1, "sm_count": MOST_SMS, "draft_layers": 0}
+_UNSLICED = tuple(name for name in ARCHITECTURES if name not in SLICED_ARCHITECTURES)
 
 
 def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -69,7 +69,7 @@ def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.Argument
         parser, "every token's on every rank, as served by default, or with the tokens; the other is shown too"
     )
     parser.add_argument("--draft-layers", type=int, help="MTP layers kept in the pool; default 0")
-    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
     parser.add_argument("--context", type=int, help="tokens of the CP-DCP gather buffer; default: the largest context")
     parser.add_argument("--chunked-prefill-size", type=int, default=8192)
     parser.add_argument(
@@ -88,17 +88,16 @@ def run_plan(args: argparse.Namespace) -> int:
     """Print the plan; 0, or 2 with one sentence on stderr when an argument or config is wrong."""
     try:
         check_output_file("--plot", args.plot)
-        if args.page_size != _SERVED_PAGE_SIZE:
+        if args.page_size != PAGE_SIZE:
             raise NotImplementedError(
-                f"page_size must be {_SERVED_PAGE_SIZE}, the pages of the index-key cache and of FlashMLA, "
-                f"got {args.page_size}"
+                f"page_size must be {PAGE_SIZE}, the pages of the index-key cache and of FlashMLA, got {args.page_size}"
             )
         model = _model(args)
         if args.context is not None and args.context > model.max_context:
             raise ValueError(
                 f"context must be at most {model.max_context}, the longest of {model.name}, got {args.context}"
             )
-        dtypes = capacity.KV_CACHE_DTYPES if args.kv_cache_dtype == "both" else (args.kv_cache_dtype,)
+        dtypes = KV_CACHE_DTYPES if args.kv_cache_dtype == "both" else (args.kv_cache_dtype,)
         if args.gpu_memory_gib is None:
             text = _answer_for_cards(args, model)
         else:
@@ -293,8 +292,8 @@ def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
     add_index_keys_argument(parser, "every token's on every rank, as served by default, or with the tokens")
     parser.add_argument(
         "--kv-cache-dtype",
-        type=dtype_argument(capacity.KV_CACHE_DTYPES),
-        metavar=dtype_metavar(capacity.KV_CACHE_DTYPES),
+        type=dtype_argument(KV_CACHE_DTYPES),
+        metavar=dtype_metavar(KV_CACHE_DTYPES),
         default="fp8_e4m3",
         help="for what fits",
     )

@@ -10,7 +10,7 @@ from nsa_dcp.planning.budget import GIB, budget_bytes, require_positive
 from nsa_dcp.planning.checkpoints import CARDS, CHECKPOINTS, USUAL_FRACTION, Card, Checkpoint, weights_gib
 from nsa_dcp.planning.dimensions import ModelDims
 from nsa_dcp.planning.index_key_choice import SHARDED_NOTE, other_choice, shards_of
-from nsa_dcp.planning.limits import PAGE_ROWS
+from nsa_dcp.planning.served_format import PAGE_SIZE
 
 # As many as the largest decode graph that sglang captures for these cards holds.
 USUAL_REQUESTS = 512
@@ -144,7 +144,7 @@ def _plan_row(
     """One dcp size of one card; None where the weights leave no room."""
     require_positive(dcp_size=dcp_size)
     cost = capacity.bytes_per_token(model, kv_cache_dtype, dcp_size, index_shards=index_shards)
-    widened_page = cost.total * PAGE_ROWS * dcp_size
+    widened_page = cost.total * PAGE_SIZE * dcp_size
     if (card.free_gib * fraction - weights) * GIB < 2 * widened_page:
         return None
     (row,) = capacity.plan(

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nsa_dcp.planning.budget import GIB, require_positive
-from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, ModelDims
+from nsa_dcp.planning.dimensions import ModelDims
+from nsa_dcp.planning.served_format import INDEX_HEAD_DIM, MOST_SMS
 
 _BF16, _FP8 = 2.0, 1.0
 # Four bits, and a bfloat16 scale for every 128 weights.
@@ -49,7 +50,12 @@ CHECKPOINTS = {
     "glm-5.2": (Checkpoint("W4AFP8", _INT4), Checkpoint("FP8", _FP8)),
     "deepseek-v3.2": (Checkpoint("FP8", _FP8),),
 }
-CARDS = (Card("H100 80", 78.0, 132), Card("H200 141", 139.0, 132), Card("H20 96", 94.0, 78), Card("H20 141", 139.0, 78))
+CARDS = (
+    Card("H100 80", 78.0, MOST_SMS),
+    Card("H200 141", 139.0, MOST_SMS),
+    Card("H20 96", 94.0, 78),
+    Card("H20 141", 139.0, 78),
+)
 _COUNTED: tuple[str, ...] = (
     "hidden_size",
     "q_lora_rank",

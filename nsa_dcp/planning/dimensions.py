@@ -22,10 +22,7 @@ from nsa_dcp.planning.config_fields import (
     read_json_object,
     shown,
 )
-
-INDEX_HEAD_DIM = 128
-QUANT_TILE = 128
-_GLM = "GlmMoeDsaForCausalLM"
+from nsa_dcp.planning.served_format import DEEPSEEK, GLM, INDEX_HEAD_DIM, QUANT_TILE
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ _STEP_FIELDS = (
 )
 
 _GLM_52 = {
-    "architectures": ["GlmMoeDsaForCausalLM"],
+    "architectures": [GLM],
     "num_hidden_layers": 78,
     "num_attention_heads": 64,
     "kv_lora_rank": 512,
@@ -123,7 +120,7 @@ _GLM_52 = {
     "vocab_size": 154880,
 }
 _DEEPSEEK_V32 = {
-    "architectures": ["DeepseekV32ForCausalLM"],
+    "architectures": [DEEPSEEK],
     "num_hidden_layers": 61,
     "num_attention_heads": 128,
     "kv_lora_rank": 512,
@@ -252,7 +249,7 @@ def indexer_layers(config: Mapping[str, object], *, source: str = "config", arch
     if types is None:
         types, field = config.get("index_topk_pattern"), "index_topk_pattern"
         # transformers' GLM config makes indexer_types of a pattern, of a list as it is; sglang looks for letters.
-        is_glm = (architecture or first_architecture(config, source)) in ("", _GLM)
+        is_glm = (architecture or first_architecture(config, source)) in ("", GLM)
         words = words if is_glm and isinstance(types, list | tuple) else ("F", "S")
     if types is None:
         freq = positive_integer(config, "index_topk_freq", source, default=1)

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from nsa_dcp.planning.limits import LIMITS, PAGE_ROWS, Sizes
+from nsa_dcp.planning.limits import LIMITS, Sizes
+from nsa_dcp.planning.served_format import (
+    INDEX_KEY_BYTES,
+    KV_LORA_RANK,
+    LATENT_DIM,
+    MOST_SMS,
+    PAGE_SIZE,
+    QK_ROPE_HEAD_DIM,
+    padded_heads,
+)
 
 _INT, _FLOAT, _BF16 = 4, 4, 2
-_LATENT, _ROPE = 512, 64
-_INDEX_KEY_BYTES = 132
-_PARTS = 132
 # sglang's --max-running-requests where none is given, for pools that hold few of the longest contexts, and its most.
 DEFAULT_REQUESTS, MOST_DEFAULT_REQUESTS = 2_048, 4_096
 _DEFAULT_REQUESTS_WITH_DRAFTS = 48
 # Requests of the largest decode graph, by default.
 DEFAULT_CAPTURED = 512
-# Rows that DeepGEMM scores at once, a row a multiprocessor: those of a larger step are joined.
-_SCORED_AT_ONCE = 132
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +88,7 @@ def request_table_columns(context: int, dcp_size: int, draft_tokens: int = 0) ->
     headroom = 4 + draft_tokens
     if draft_tokens:
         # Two steps are allocated ahead, in whole pages of the group.
-        headroom = max(headroom, 2 * draft_tokens + PAGE_ROWS * dcp_size - 1)
+        headroom = max(headroom, 2 * draft_tokens + PAGE_SIZE * dcp_size - 1)
     return context + headroom
 
 
@@ -99,14 +103,14 @@ def held_memory(sizes: Sizes, *, longest: int, captured: int = DEFAULT_CAPTURED,
         draft_tokens: rows of a request in a verify step; 0 without speculation.
     """
     captured = min(captured, sizes.requests)
-    pages = -(-sizes.context // PAGE_ROWS)
+    pages = -(-sizes.context // PAGE_SIZE)
     graph_rows = captured * max(draft_tokens, 1)
     wide = graph_rows * sizes.context * _INT
     eager = sizes.requests if sizes.requests > captured else 0
     eager_rows = eager * max(draft_tokens, 1)
     attended_rows = max(sizes.rank_rows, sizes.unspread_rows)
     reached = next(limit for limit in LIMITS if limit.name == "query concatenation").holds(sizes)
-    bucket = 64 if sizes.local_heads <= 64 else 128
+    bucket = padded_heads(sizes.local_heads)
     draft_rows = sizes.rank_rows if draft_tokens else 0
     return HeldMemory(
         request_table=(sizes.requests + 1) * sizes.context * _INT,
@@ -121,11 +125,12 @@ def held_memory(sizes: Sizes, *, longest: int, captured: int = DEFAULT_CAPTURED,
             else 0
         ),
         eager_decode=eager_rows * longest * (_INT + _scores(eager_rows)),
-        joined_queries=attended_rows * sizes.attended_heads * (_LATENT + _ROPE) * _BF16 * (1 if reached else 2),
+        joined_queries=attended_rows * sizes.attended_heads * LATENT_DIM * _BF16 * (1 if reached else 2),
         selections=3 * attended_rows * sizes.index_topk * _INT,
-        gathered_index_keys=longest * _INDEX_KEY_BYTES,
+        gathered_index_keys=longest * INDEX_KEY_BYTES,
         draft_prefill=(
-            (draft_rows + _PARTS) * bucket * _LATENT * _FLOAT + draft_rows * bucket * (2 * _LATENT + _ROPE) * _BF16
+            (draft_rows + MOST_SMS) * bucket * KV_LORA_RANK * _FLOAT
+            + draft_rows * bucket * (2 * KV_LORA_RANK + QK_ROPE_HEAD_DIM) * _BF16
             if draft_tokens
             else 0
         ),
@@ -134,4 +139,5 @@ def held_memory(sizes: Sizes, *, longest: int, captured: int = DEFAULT_CAPTURED,
 
 def _scores(rows: int) -> int:
     """Bytes of a row's score of a token: once more where they are joined."""
-    return _FLOAT * (2 if rows > _SCORED_AT_ONCE else 1)
+    # DeepGEMM scores a row a multiprocessor at once: those of a larger step are joined.
+    return _FLOAT * (2 if rows > MOST_SMS else 1)

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from nsa_dcp.planning.capacity import Plan
+from nsa_dcp.planning.served_format import INDEX_KEYS
 
-INDEX_KEYS = ("replicated", "sharded")
 # A server's choice, for which sglang has no flag.
 INDEX_KEYS_VARIABLE = "NSA_DCP_INDEX_KEYS"
 SHARDED_NOTE = (

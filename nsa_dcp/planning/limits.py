@@ -19,16 +19,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nsa_dcp.planning.served_format import (
+    HEAD_BUCKETS,
+    INDEX_HEAD_DIM,
+    INDEX_PAGE_BYTES,
+    KV_LORA_RANK,
+    LATENT_DIM,
+    MOST_SMS,
+    PAGE_SIZE,
+    padded_heads,
+)
+
 INT32_MAX = 2**31 - 1
-# The step of --chunked-prefill-size, and rows of a page of one rank.
-PAGE_ROWS = 64
-_INDEX_PAGE_BYTES = PAGE_ROWS * (128 + 4)
-_LATENT, _ROPE = 512, 64
 # Of a token and head in sglang's exchange, in units of bfloat16: the result and a float32 log-sum-exp.
-_PARTIAL_VALUES = _LATENT + 2
-_INDEX_HEAD_DIM = 128
-# Parts of FlashMLA's schedule on the largest Hopper GPU, at 64 heads; at 128 there are half as many.
-_MOST_PARTS = 132
+_PARTIAL_VALUES = KV_LORA_RANK + 2
 
 
 class Answer(enum.Enum):
@@ -96,7 +100,7 @@ class Sizes:
     @property
     def pages(self) -> int:
         """Pages of index keys of a layer, the reserved one of each rank included."""
-        return self.pool_tokens // PAGE_ROWS + self.dcp_size
+        return self.pool_tokens // PAGE_SIZE + self.dcp_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,14 +149,10 @@ def _draft_rows(sizes: Sizes) -> int:
     return sizes.rank_rows if sizes.draft else 0
 
 
-def _bucket(heads: int) -> int:
-    return 64 if heads <= 64 else 128
-
-
 def _split_results(sizes: Sizes) -> int:
-    bucket = _bucket(sizes.local_heads)
+    bucket = padded_heads(sizes.local_heads)
     rows = _draft_rows(sizes)
-    return (rows + _MOST_PARTS // (bucket // 64)) * bucket * _LATENT if rows else 0
+    return (rows + MOST_SMS // (bucket // HEAD_BUCKETS[0])) * bucket * KV_LORA_RANK if rows else 0
 
 
 LIMITS = (
@@ -163,9 +163,9 @@ LIMITS = (
         "gather of heads, rows * 512 after the absorbed projection",
         size="rows",
         product=lambda s: (
-            (s.attended_heads - 1) * max(s.rank_rows, s.unspread_rows) * _LATENT
+            (s.attended_heads - 1) * max(s.rank_rows, s.unspread_rows) * KV_LORA_RANK
             if s.spread
-            else (s.attended_heads - 1) * s.rows * (_LATENT + _ROPE)
+            else (s.attended_heads - 1) * s.rows * LATENT_DIM
         ),
         answer=Answer.REMOVED,
         how="sglang_plugin/attention/query_layout.py joins the two parts by torch past it",
@@ -175,7 +175,7 @@ LIMITS = (
         kernel="concat_mla_absorb_q_kernel",
         source="as above, in sglang's own backend: this rank's heads, a stride of rows * 512",
         size="rows",
-        product=lambda s: max(s.local_heads - 1, 0) * _draft_rows(s) * _LATENT,
+        product=lambda s: max(s.local_heads - 1, 0) * _draft_rows(s) * KV_LORA_RANK,
         answer=Answer.REFUSED,
         how="sglang_plugin/admission/rules/chunk_rules.py",
     ),
@@ -222,7 +222,7 @@ LIMITS = (
         kernel="_act_quant_kernel",
         source="kernels/ops/quantization/act_quant_triton.py: rows[:, None] * N, rows and heads flattened (CP-DCP)",
         size="rows",
-        product=lambda s: max(s.rank_rows, s.unspread_rows) * s.index_heads * _INDEX_HEAD_DIM if s.spread else 0,
+        product=lambda s: max(s.rank_rows, s.unspread_rows) * s.index_heads * INDEX_HEAD_DIM if s.spread else 0,
         answer=Answer.NOT_REACHED,
         how="past the merge",
     ),
@@ -241,7 +241,7 @@ LIMITS = (
         kernel="set_mla_kv_buffer_kernel",
         source="kernels/ops/kvcache/mla_buffer.py: pid_loc * nope_stride, a slice of the fused down-projection",
         size="rows",
-        product=lambda s: s.rows * (s.q_lora_rank + _LATENT + _ROPE),
+        product=lambda s: s.rows * (s.q_lora_rank + LATENT_DIM),
         answer=Answer.NOT_REACHED,
         how="past the hidden states; on Hopper the writer is set_mla_kv_buffer.cuh, int64",
     ),
@@ -251,7 +251,7 @@ LIMITS = (
         source="kernels/ops/kvcache/dsa_index_k_cache.py: page_index * buf_numel_per_page + "
         "s_src_token_offset, int32 pages",
         size="pool_tokens",
-        product=lambda s: s.pages * _INDEX_PAGE_BYTES - 4,
+        product=lambda s: s.pages * INDEX_PAGE_BYTES - 4,
         answer=Answer.REMOVED,
         how="sglang_plugin/selection/index_key_gather.py: gather_index_pages, 64-bit offsets",
     ),
@@ -270,7 +270,7 @@ LIMITS = (
         kernel="the request table, selections, page tables",
         source="mem_cache/memory_pool.py: ReqToTokenPool.req_to_token, torch.int32",
         size="pool_tokens",
-        product=lambda s: s.pages * PAGE_ROWS - 1,
+        product=lambda s: s.pages * PAGE_SIZE - 1,
         answer=Answer.REFUSED,
         how="sglang_plugin/admission/rules/pool_limits.py; plan shows the cap",
     ),
@@ -343,7 +343,7 @@ def largest_pool(dcp_size: int) -> tuple[int, Limit]:
     if bound is None:
         raise AssertionError("a pool's slots are numbered in 32 bits, so something bounds them")
     most, limit = bound
-    step = PAGE_ROWS * dcp_size
+    step = PAGE_SIZE * dcp_size
     return most // step * step, limit
 
 

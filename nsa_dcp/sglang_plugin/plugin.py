@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-BACKEND_NAMES = ("nsa", "dsa")
+from nsa_dcp.sglang_plugin.patches import put_backend_factories, put_resolution_hooks
 
 
 class BackendFactory:
@@ -32,17 +32,6 @@ class BackendFactory:
 
 def register() -> None:
     """Put the backend factories and the resolution hooks in place. May be called any number of times."""
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
-
     # First: with the factories in place, a failure below is found by them and stops the server.
-    for name in BACKEND_NAMES:
-        stock = ATTENTION_BACKENDS.get(name)
-        if not isinstance(stock, BackendFactory):
-            register_attention_backend(name)(BackendFactory(stock))
-
-    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-
-    from nsa_dcp.sglang_plugin.resolution import missing_hooks
-
-    for step, hook in missing_hooks():
-        register_resolution_hook(step)(hook)
+    put_backend_factories(BackendFactory)
+    put_resolution_hooks()

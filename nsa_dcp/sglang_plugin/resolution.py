@@ -16,6 +16,7 @@ from typing import Any
 from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.planning.served_format import row_bytes
 from nsa_dcp.sglang_plugin.admission.rules.weight_rules import projection_format, read_quantization
 from nsa_dcp.sglang_plugin.admission.server_settings import Problem, is_foreign_draft, settle_typed
 from nsa_dcp.sglang_plugin.admission.validation import (
@@ -98,8 +99,10 @@ def check_resolved_settings(server_args: Any, previous: Callable[[Any], None]) -
     _check_served_dims(server_args)
     if server_args.kv_cache_dtype == "auto":
         logger.warning(
-            "nsa-dcp: --kv-cache-dtype auto became %s (1,152 bytes a token and layer); fp8_e4m3 takes 656.",
+            "nsa-dcp: --kv-cache-dtype auto became %s (%s bytes a token and layer); fp8_e4m3 takes %d.",
             settings.kv_cache_dtype,
+            f"{row_bytes('bfloat16'):,}",
+            row_bytes("fp8_e4m3"),
         )
 
 

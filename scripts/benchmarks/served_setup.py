@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from nsa_dcp.planning.steps.step_model import DecodeSetup
-from scripts.served_checks.server_config import parse_sizes
+from scripts.served_checks.servers.server_config import parse_sizes
 
 
 def setup_of(report: Mapping) -> tuple[str, DecodeSetup]:

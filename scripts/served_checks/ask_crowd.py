@@ -17,8 +17,8 @@ import re
 from pathlib import Path
 
 from scripts.served_checks import ask_servers as serve
-from scripts.served_checks.server_config import DRAFT_TOKENS, parse_sizes, server_command
-from scripts.served_checks.server_process import Server
+from scripts.served_checks.servers.server_config import DRAFT_TOKENS, parse_sizes, server_command
+from scripts.served_checks.servers.server_process import Server
 
 REQUESTS, SPLIT_ROWS = 96, 64
 # Of the same prompts, which are cached from the second on: then steps are full from the first token.

@@ -44,9 +44,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.served_checks import shared_gpu
-from scripts.served_checks.server_config import parse_sizes, server_command
-from scripts.served_checks.server_process import ASKING_ERRORS, Server, describe_host, python_path, write_entry_points
+from scripts.served_checks.servers import shared_gpu
+from scripts.served_checks.servers.server_config import parse_sizes, server_command
+from scripts.served_checks.servers.server_process import (
+    ASKING_ERRORS,
+    Server,
+    describe_host,
+    python_path,
+    write_entry_points,
+)
 
 VOCAB, BOS = 16384, 2
 NEW_TOKENS = 16

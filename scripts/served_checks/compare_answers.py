@@ -21,12 +21,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.served_checks.answers import alternatives, log_probability
 from scripts.served_checks.ask_crowd import ALL_AT_ONCE
 from scripts.served_checks.ask_servers import SELECTED, UPDATED
-from scripts.served_checks.kept_rows import keep_rows, round_nats
 from scripts.served_checks.measure_rounding import measure_spread, pair_halves, root_mean_square
-from scripts.served_checks.server_config import parse_sizes
+from scripts.served_checks.reports.answers import alternatives, log_probability
+from scripts.served_checks.reports.kept_rows import keep_rows, round_nats
+from scripts.served_checks.servers.server_config import parse_sizes
 
 # Nats. Stock servers that differ by more tell nothing about rounding.
 LARGEST_ROUNDING = 0.25

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.served_checks.answers import alternatives, log_probability
 from scripts.served_checks.ask_crowd import ALL_AT_ONCE, IN_HALVES
 from scripts.served_checks.ask_servers import SELECTED
+from scripts.served_checks.reports.answers import alternatives, log_probability
 
 # The two best tokens are a near tie within so many nats.
 NEAR_TIE = 1.0

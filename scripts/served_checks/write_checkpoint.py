@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from scripts.served_checks.lookup_weights import LookupWeights
-from scripts.served_checks.quantised_weights import quantise, quantization_config
+from scripts.served_checks.checkpoints.lookup_weights import LookupWeights
+from scripts.served_checks.checkpoints.quantised_weights import quantise, quantization_config
 
 NUM_LAYERS = 4
 COMMON = {

@@ -11,8 +11,8 @@ import re
 import sys
 from pathlib import Path
 
-from scripts.served_checks.kept_rows import read_rows
-from scripts.served_checks.page_tables import TABLES
+from scripts.served_checks.reports.kept_rows import read_rows
+from scripts.served_checks.reports.page_tables import TABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 BETWEEN = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from scripts.served_checks import ask_servers, lookup_weights, quantised_weights, write_checkpoint
+from scripts.served_checks import ask_servers, write_checkpoint
+from scripts.served_checks.checkpoints import lookup_weights, quantised_weights
 
 LENGTHS = (1, 2, 9, 65, 300)
 STEPS = 8

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scripts.served_checks import quantised_weights as quantised
+from scripts.served_checks.checkpoints import quantised_weights as quantised
 
 
 def normal(rows, columns):

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.served_checks import ask_servers, page_tables, write_page
+from scripts.served_checks import ask_servers, write_page
 from scripts.served_checks import compare_answers as compare
 from scripts.served_checks import measure_rounding as rounding
-from scripts.served_checks.answers import alternatives, log_probability
-from scripts.served_checks.kept_rows import check_row, keep_rows, read_rows
+from scripts.served_checks.reports import page_tables
+from scripts.served_checks.reports.answers import alternatives, log_probability
+from scripts.served_checks.reports.kept_rows import check_row, keep_rows, read_rows
 
 ROOT = Path(__file__).parents[2]
 FOLDER, PAGE = ROOT / "docs" / "served_on_h200", ROOT / "docs" / "served_on_h200.md"

@@ -154,13 +154,13 @@ def make_cp_backend(make_cp_runner):
     """A function that builds the CP-DCP backend of one rank, in a published context of its own."""
     from sglang.srt.layers.cp.base import get_cp_strategy
 
-    from nsa_dcp.sglang_plugin.attention import cp_zigzag
+    from nsa_dcp.sglang_plugin import patches
     from nsa_dcp.sglang_plugin.attention.cp_backend import CpDcpSparseAttnBackend
 
     def build(group, strategy="interleave", kv_format="fp8", comm_backend="a2a", buffer_pages=64):
         runner = make_cp_runner(group, strategy, kv_format, comm_backend)
         if strategy == "zigzag":
-            cp_zigzag.patch_zigzag_strategy(get_cp_strategy())
+            patches.patch_zigzag_strategy(get_cp_strategy())
         return CpDcpSparseAttnBackend(runner, group, comm_backend, buffer_pages)
 
     build.quantised = make_cp_runner.quantised

@@ -1,8 +1,32 @@
 """Parts of a server that several tests build: a rank's pool, and an attention layer as a backend sees it."""
 
+import inspect
 from types import SimpleNamespace
 
 import torch
+
+
+def record_patches(monkeypatch):
+    """The names of the changes that are made from now on, as they are made, in a list that grows; and all in order."""
+    from nsa_dcp.sglang_plugin import patches
+
+    made = []
+
+    def recording(name, function):
+        def record(*args, **kwargs):
+            made.append(name)
+            return function(*args, **kwargs)
+
+        return record
+
+    functions = {
+        name: function
+        for name, function in vars(patches).items()
+        if inspect.isfunction(function) and function.__module__ == patches.__name__
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(patches, name, recording(name, function))
+    return made, list(functions)
 
 
 def make_pool(rows, num_layers, kv_format="fp8", **more):

@@ -19,7 +19,7 @@ from typing import Any
 
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import ModelDims
-from nsa_dcp.planning.index_key_choice import INDEX_KEYS
+from nsa_dcp.planning.served_format import COMM_BACKENDS, HEAD_BUCKETS, INDEX_KEYS
 from nsa_dcp.planning.steps.step_inputs import StepInput, interpolate, measured_inputs, override_inputs
 from nsa_dcp.planning.steps.term_times import (
     Values,
@@ -47,7 +47,6 @@ __all__ = [
 ]
 
 MODES = ("tp", "tp_dcp", "cp_dcp")
-COMM_BACKENDS = ("a2a", "ag_rs")
 _TERMS = (
     *("attention", "pad_heads", "localize", "gather_q", "arrange_heads", "exchange", "combine"),
     *(
@@ -355,8 +354,12 @@ def _check(model: ModelDims, setup: DecodeSetup, mode: str, batch: int, context:
     if context > model.max_context:
         raise ValueError(f"context must be at most {model.max_context}, the longest of {model.name}, got {context}")
     heads = model.num_attention_heads // setup.tp_size
-    if heads > 64:
-        raise NotImplementedError(f"heads per TP rank must be at most 64, the measured tables', got {heads}")
+    if heads > HEAD_BUCKETS[0]:
+        raise NotImplementedError(
+            f"heads per TP rank must be at most {HEAD_BUCKETS[0]}, the measured tables', got {heads}"
+        )
     gathered = model.num_attention_heads if mode == "cp_dcp" else heads * setup.dcp_size
-    if mode != "tp" and gathered > 128:
-        raise NotImplementedError(f"gathered heads must be at most 128, the measured tables', got {gathered}")
+    if mode != "tp" and gathered > HEAD_BUCKETS[-1]:
+        raise NotImplementedError(
+            f"gathered heads must be at most {HEAD_BUCKETS[-1]}, the measured tables', got {gathered}"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nsa_dcp.planning.served_format import padded_heads
 from nsa_dcp.planning.steps.step_inputs import interpolate
 
 _ROWS_PER_LAUNCH_128 = 132  # two rows for each of the 66 SM parts at 128 heads
@@ -20,7 +21,7 @@ class Values:
 
 def attend_planned_us(values: Values, heads: int, batch: int, valid: float) -> float:
     """Attention over `valid` indices a row on average, between what was measured; over fewer, as over 256."""
-    padded, launches = _padded(heads), 1
+    padded, launches = padded_heads(heads), 1
     if padded == 128:
         launches = -(-batch // _ROWS_PER_LAUNCH_128)
     prefix = f"attend_{padded}_valid_"
@@ -33,12 +34,8 @@ def attend_planned_us(values: Values, heads: int, batch: int, valid: float) -> f
 
 def pad_heads_us(table: Mapping[float, float], heads: int, batch: int) -> float:
     """Padding queries to the heads that the kernel has."""
-    padded = _padded(heads)
+    padded = padded_heads(heads)
     return 0.0 if heads == padded else interpolate(table, batch * padded // 64, extend=True)
-
-
-def _padded(heads: int) -> int:
-    return 64 if heads <= 64 else 128
 
 
 def select_us(values: Values, rows: int, context: int) -> float:

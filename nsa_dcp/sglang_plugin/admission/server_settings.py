@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from nsa_dcp.planning.served_format import PAGE_SIZE
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -169,7 +171,7 @@ def settle_typed(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     settled = dict(values)
     if (settled.get("page_size") or 0) > 0:
-        settled["page_size"] = 64
+        settled["page_size"] = PAGE_SIZE
     for field in ("dsa_prefill_backend", "dsa_decode_backend"):
         if settled.get(field) == "flashmla_auto" and settled.get("kv_cache_dtype") == "fp8_e4m3":
             settled[field] = None

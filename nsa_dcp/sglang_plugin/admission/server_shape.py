@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
+from nsa_dcp.planning.served_format import head_bucket
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, ServerSettings
-from nsa_dcp.sglang_plugin.admission.validation import head_bucket
 
 
 class LineFields(TypedDict):

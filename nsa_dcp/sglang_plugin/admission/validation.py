@@ -7,9 +7,18 @@ imported.
 
 from __future__ import annotations
 
+from nsa_dcp.planning.served_format import (
+    ARCHITECTURES,
+    COMM_BACKENDS,
+    HEAD_BUCKETS,
+    KV_CACHE_DTYPES,
+    KV_LORA_RANK,
+    PAGE_SIZE,
+    QK_ROPE_HEAD_DIM,
+    SLICED_ARCHITECTURES,
+)
 from nsa_dcp.sglang_plugin.admission.advice import Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.rules.chunk_rules import find_chunk_problems
-from nsa_dcp.sglang_plugin.admission.rules.cp_validation import SLICED_ARCHITECTURES
 from nsa_dcp.sglang_plugin.admission.rules.feature_rules import find_feature_problems
 from nsa_dcp.sglang_plugin.admission.rules.pipeline_rules import find_pipeline_problems
 from nsa_dcp.sglang_plugin.admission.rules.stock_rules import find_dsa_refusals, find_size_problems, find_stock_refusals
@@ -20,15 +29,7 @@ from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem,
 DSA_ATTENTION_BACKENDS = ("dsa", "nsa")
 SPARSE_BACKEND = "flashmla_kv"
 HOPPER = (9, 0)
-KV_CACHE_DTYPES = ("fp8_e4m3", "bfloat16")
-COMM_BACKENDS = ("a2a", "ag_rs")
-ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
 SPECULATIVE_ALGORITHMS = ("EAGLE", "NEXTN")
-PAGE_SIZE = 64
-# FlashMLA's sparse decode kernel is compiled for these query-head counts.
-HEAD_BUCKETS = (64, 128)
-# What the packed cache row and the kernels are laid out for.
-KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
 _BACKEND_OF_A_PHASE = ("--prefill-attention-backend", "--decode-attention-backend")
 _WITHOUT_DCP = advise(use("--dcp-size 1", said="serve this checkpoint with --dcp-size 1"))
 # Algorithms are typed with the three numbers, because sglang takes all or none of them.
@@ -99,18 +100,6 @@ def describe_problems(problems: list[Problem], dcp_size: int) -> str:
         return f"nsa-dcp cannot serve this command with --dcp-size {dcp_size}: {problems[0]}"
     lines = [f"nsa-dcp cannot serve this command with --dcp-size {dcp_size}, for {len(problems)} reasons:"]
     return "\n".join(lines + [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)])
-
-
-def head_bucket(num_heads: int) -> int:
-    """Return the query-head count that FlashMLA runs `num_heads` gathered heads at.
-
-    Raises:
-        ValueError: `num_heads` is below 1 or above the largest kernel.
-    """
-    for bucket in HEAD_BUCKETS:
-        if 0 < num_heads <= bucket:
-            return bucket
-    raise ValueError(f"num_heads must be in [1, {HEAD_BUCKETS[-1]}], got {num_heads}")
 
 
 def _hardware_problems(capability: tuple[int, int] | None) -> list[Problem]:
@@ -243,7 +232,7 @@ def _cache_problems(settings: ServerSettings) -> list[Problem]:
         problems.append(
             Problem(
                 f"--page-size {settings.page_size}",
-                "the index-key cache and FlashMLA have pages of 64 tokens",
+                f"the index-key cache and FlashMLA have pages of {PAGE_SIZE} tokens",
                 advise(use(f"--page-size {PAGE_SIZE}"), drop("--page-size", said="leave it out")),
             )
         )

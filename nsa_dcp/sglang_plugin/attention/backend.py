@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
-from nsa_dcp.sglang_plugin.attention.decode_page_table import PagewiseDecodeMetadata
 from nsa_dcp.sglang_plugin.attention.query_layout import join_far_heads
 from nsa_dcp_kernels import LocalSelection, attend_selection, localize_selection
 from nsa_dcp_kernels.kv_format import LATENT_DIM
@@ -30,7 +29,6 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
     """Attends to the part of each selection that this DCP rank owns, and returns what merging the parts needs."""
 
     # sglang's, which ships no types.
-    _fused_decode_metadata: Any
     forward_metadata: Any
 
     def __init__(self, model_runner: Any) -> None:
@@ -43,7 +41,6 @@ class DcpDeepseekSparseAttnBackend(DeepseekSparseAttnBackend):
             RuntimeError: FlashMLA is missing, does not load or run here, or treats an empty selection in another way.
         """
         super().__init__(model_runner)
-        self._fused_decode_metadata = PagewiseDecodeMetadata(self._fused_decode_metadata)
         self.check_kernel(self.token_to_kv_pool.get_key_buffer(self.token_to_kv_pool.start_layer))
 
     @property

@@ -7,7 +7,6 @@ their late blocks, so for whatever wants rows of a request side by side it looks
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
@@ -54,26 +53,27 @@ def shard_metadata(whole: Any, forward_batch: Any, strategy: Any) -> Any:
     )
 
 
-def patch_zigzag_strategy(strategy: Any) -> None:
-    """Let a zigzag strategy hand a chunk's index keys and latents to the DSA layers of this process in full.
-
-    The class stays as it is: FlashAttention's layers rely on a `materialize_full_mla_kv` that writes the cache itself
-    and returns None, where sglang's DSA layers want the latents and write them. May be called more than once.
+def gather_index_keys(strategy: Any, key: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+    """Stands in a zigzag strategy for its `materialize_full_indexer_k_cache`: a chunk's index keys, of all its tokens.
 
     Args:
-        strategy: sglang's ZigzagCPStrategy of this process.
+        strategy: sglang's ZigzagCPStrategy.
+        key: [T, 128], of this rank's tokens.
+        forward_batch: sglang's ForwardBatch.
     """
-    strategy.materialize_full_indexer_k_cache = functools.partial(_gather_index_keys, strategy)
-    strategy.materialize_full_mla_kv = functools.partial(_gather_latents, strategy)
-
-
-def _gather_index_keys(strategy: Any, key: torch.Tensor, forward_batch: Any) -> torch.Tensor:
     return strategy.gather_kv_cache(key.contiguous(), forward_batch)
 
 
-def _gather_latents(
+def gather_latents(
     strategy: Any, forward_batch: Any, layer: Any, k_nope: torch.Tensor, k_rope: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands in a zigzag strategy for its `materialize_full_mla_kv`: a chunk's latents, of all its tokens.
+
+    Args:
+        strategy, forward_batch: as above.
+        layer: not read.
+        k_nope, k_rope: [T, 1, 512] and [T, 1, 64], of this rank's tokens.
+    """
     latents = strategy.gather_kv_cache(torch.cat([k_nope, k_rope], dim=-1).contiguous(), forward_batch)
     return latents[..., : k_nope.shape[-1]], latents[..., k_nope.shape[-1] :]
 

@@ -7,25 +7,18 @@ mode is not supported, 78 times a step for GLM-5.2. With a `dcp_size` of 1 it do
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 
-def prepare_idle_steps_quietly(model: Any) -> None:
-    """Stand before `forward_absorb_prepare` of each attention layer of a model. May be called more than once.
+def prepare_idle_step(layer: Any, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands before an attention layer's `forward_absorb_prepare`.
 
     Args:
-        model: a loaded DSA model, whose layers gather and merge over DCP ranks themselves (TP-DCP).
+        layer: sglang's DeepseekV2AttentionMLA, which gathers and merges over DCP ranks itself (TP-DCP).
+        prepare: its own method.
+        args, kwargs: handed through.
     """
-    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
-
-    for layer in model.modules():
-        if isinstance(layer, DeepseekV2AttentionMLA) and "forward_absorb_prepare" not in vars(layer):
-            layer.forward_absorb_prepare = functools.partial(_prepare, layer, layer.forward_absorb_prepare)
-
-
-def _prepare(layer: Any, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     forward_batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
     if not forward_batch.forward_mode.is_idle():
         return prepare(*args, **kwargs)

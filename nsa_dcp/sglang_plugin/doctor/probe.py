@@ -186,7 +186,8 @@ def probe_plugin() -> dict[str, object]:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     from nsa_dcp.sglang_plugin.compat import check_symbols
-    from nsa_dcp.sglang_plugin.plugin import BACKEND_NAMES, BackendFactory
+    from nsa_dcp.sglang_plugin.patches import BACKEND_NAMES
+    from nsa_dcp.sglang_plugin.plugin import BackendFactory
     from nsa_dcp.sglang_plugin.resolution import missing_hooks
 
     missing = [

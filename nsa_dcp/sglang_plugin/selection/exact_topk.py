@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nsa_dcp.planning.served_format import PAGE_SIZE
 from nsa_dcp.sglang_plugin.compat import require
 from nsa_dcp_kernels import select_slots
 
@@ -32,28 +33,6 @@ def read_choice(environ: Mapping[str, str] = os.environ) -> str:
     if choice not in (EXACT, STOCK):
         raise ValueError(f"NSA_DCP_TOPK must be {EXACT} or {STOCK}, got {choice!r}")
     return choice
-
-
-def use_exact_topk(backend: Any) -> str:
-    """Let a backend select exactly, if it would take sglang's default and the environment does not ask for that.
-
-    Args:
-        backend: ours, before it has made any metadata.
-
-    Returns:
-        What selects from now on, for the start-up line: `exact`, or the name of sglang's top-k backend.
-
-    Raises:
-        ValueError: as `read_choice`.
-        RuntimeError: the selection, tried once, is not exact.
-    """
-    choice, stock = read_choice(), backend.dsa_topk_backend
-    # Those that a user names are exact, as far as sglang hands them whole rows: they stay.
-    if choice == STOCK or not stock.is_sgl_kernel():
-        return stock.value
-    check_selection(torch.device(backend.device), backend.dsa_index_topk)
-    backend.dsa_topk_backend = ExactTopK(stock)
-    return EXACT
 
 
 class ExactTopK:
@@ -198,8 +177,8 @@ def check_selection(device: torch.device, topk: int) -> None:
         as_prefill = select_slots(
             scores, lengths, topk, row_starts=zeros, page_table=table, row_request=zeros, page_size=1
         )
-        pages = table[:, : width // 64].expand(num_rows, -1).contiguous()
-        as_decode = select_slots(scores, lengths, topk, page_table=pages, page_size=64)
+        pages = table[:, : width // PAGE_SIZE].expand(num_rows, -1).contiguous()
+        as_decode = select_slots(scores, lengths, topk, page_table=pages, page_size=PAGE_SIZE)
         for phase, selected in (("prefill", as_prefill), ("decode", as_decode)):
             require(
                 torch.equal(selected, expected),

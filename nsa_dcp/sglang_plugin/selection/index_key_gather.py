@@ -48,21 +48,19 @@ class WideIndexKeyGather:
         return gather_index_pages(pages, page_indices, seq_len_tensor, int(seq_len_sum), int(max_seq_len))
 
 
-def gather_index_keys_past_2_gib(pool: Any) -> None:
-    """Let a pool gather index keys by our kernel. May be called more than once.
+def check_index_keys(pool: Any) -> None:
+    """Raise unless a pool's index keys are laid out as the kernel reads them.
 
     Args:
         pool: sglang's DSATokenToKVPool, the target's or a draft's.
 
     Raises:
-        RuntimeError: its index keys are not laid out as the kernel reads them.
+        RuntimeError: they are not.
     """
     from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
 
     cache = pool.index_key_cache
     require(type(cache) is IndexKeyCache, "an IndexKeyCache in the pool", type(cache).__name__)
-    if isinstance(cache.get_k_and_scale, WideIndexKeyGather):
-        return
     require(pool.index_head_dim == INDEX_HEAD_DIM, f"index keys of {INDEX_HEAD_DIM} values", pool.index_head_dim)
     require(pool.index_page_size == PAGE_SIZE, f"index keys in pages of {PAGE_SIZE}", pool.index_page_size)
     for layer, pages in enumerate(cache.buffer):
@@ -73,4 +71,3 @@ def gather_index_keys_past_2_gib(pool: Any) -> None:
                 f"index-key pages of {width} bytes in layer {layer}",
                 f"{list(pages.shape)} of {pages.dtype}",
             )
-    cache.get_k_and_scale = WideIndexKeyGather(cache)

@@ -77,20 +77,6 @@ class RowSplitSelection:
         return selection[: q_fp8.shape[0]]
 
 
-def split_rows(model: torch.nn.Module, group: Any) -> None:
-    """Let every indexer of a model select for this rank's share of the rows in prefill. May be called more than once.
-
-    Args:
-        model: a loaded DSA model.
-        group: sglang's attention-TP group.
-    """
-    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
-
-    for indexer in model.modules():
-        if isinstance(indexer, Indexer) and not isinstance(indexer._get_topk_ragged, RowSplitSelection):
-            indexer._get_topk_ragged = RowSplitSelection(indexer._get_topk_ragged, indexer.index_topk, group)
-
-
 def narrow_metadata(metadata: Any, start: int, stop: int) -> Any:
     """Return an indexer's metadata as if the batch had only its rows `start` to `stop`, and only the requests they are
     of.

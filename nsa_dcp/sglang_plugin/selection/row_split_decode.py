@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE
+from nsa_dcp.planning.served_format import PAGE_SIZE
 
 # Measured on an H200 with this repository's top-k (docs/performance/kernels.md, "Selection and scoring"): 64 rows of
 # 32K save 70 us a layer at dcp 8, and the gather costs 10 to 15; 8 rows of 16K save 6. Longer contexts would lower this
@@ -133,24 +133,6 @@ class RowSplitDecodeSelection:
         selection[num_rows:] = -1
         self.share.group.all_gather_into_tensor(selection[:num_rows], part)
         return selection
-
-
-def split_decode_rows(model: torch.nn.Module, group: Any, broadcast_selection: Callable[[torch.Tensor], Any]) -> None:
-    """Let every indexer of a model select for this rank's share of a batch. May be called more than once.
-
-    Args:
-        model: a loaded DSA model, not a draft.
-        group: as in `RankRequests`.
-        broadcast_selection: as in `RowSplitDecodeSelection`, over that group.
-    """
-    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
-
-    share = RankRequests(group)
-    for indexer in model.modules():
-        if isinstance(indexer, Indexer) and not isinstance(indexer._get_topk_paged, RowSplitDecodeSelection):
-            indexer._get_topk_paged = RowSplitDecodeSelection(
-                indexer._get_topk_paged, share, broadcast_selection, indexer.sm_count
-            )
 
 
 def cut_evenly(numbers: slice, most: int) -> list[slice]:

@@ -4,18 +4,13 @@ to it.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from nsa_dcp.planning.capacity import temporary_buffers
-from nsa_dcp.planning.dimensions import dims_from_config
-from nsa_dcp.sglang_plugin.admission.server_shape import shape_of
-from nsa_dcp.sglang_plugin.admission.validation import PAGE_SIZE
-from nsa_dcp.sglang_plugin.attention.cp_pages import buffer_bytes, buffer_pages
+from nsa_dcp.planning.served_format import PAGE_SIZE
+from nsa_dcp.sglang_plugin import patches
 from nsa_dcp.sglang_plugin.compat import require
-from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_in_decode
-from nsa_dcp.sglang_plugin.startup.served_sizes import count_held_memory
-from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
+from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_in_decode
+from nsa_dcp.sglang_plugin.startup.served_sizes import gather_buffer_pages
 from nsa_dcp.sglang_plugin.startup.weight_layout import check_sliced_weights
 
 
@@ -35,81 +30,17 @@ def build_context_parallel_backend(model_runner: Any, parallel: Any) -> Any:
         check_sliced_weights(model_runner.model)
     rows = model_runner.token_to_kv_pool.kv_buffer[0].shape[0]
     require(rows % PAGE_SIZE == 0, f"a cache of whole pages of {PAGE_SIZE} rows", f"{rows} rows")
-    hide_dcp_from_layers(model_runner.model, model_runner.model_config.num_attention_heads)
+    patches.hide_dcp_from_layers(model_runner.model, model_runner.model_config.num_attention_heads)
     select_alike_in_decode(model_runner.model, parallel.dcp_group)
 
     from sglang.srt.layers.cp.base import get_cp_strategy, is_zigzag
 
     from nsa_dcp.sglang_plugin.attention.cp_backend import CpDcpSparseAttnBackend
-    from nsa_dcp.sglang_plugin.attention.cp_zigzag import patch_zigzag_strategy
 
     if is_zigzag():
-        patch_zigzag_strategy(get_cp_strategy())
+        patches.patch_zigzag_strategy(get_cp_strategy())
     return CpDcpSparseAttnBackend(
         model_runner, parallel.dcp_group, parallel.dcp_comm_backend, gather_buffer_pages(model_runner, parallel)
-    )
-
-
-def gather_buffer_pages(model_runner: Any, parallel: Any) -> int:
-    """Pages of each rank that the gather buffer holds. Args: as above."""
-    return buffer_pages(
-        model_runner.model_config.context_len, model_runner.token_to_kv_pool.size, parallel.attn_dcp_size
-    )
-
-
-def describe_context_parallel_server(model_runner: Any, parallel: Any, topk: str) -> str:
-    """Return the log line of what is served.
-
-    Args:
-        model_runner, parallel: as above.
-        topk: what selects, of `use_exact_topk`.
-    """
-    from sglang.srt.runtime_context import get_schedule, get_spec
-
-    pool, dcp_size = model_runner.token_to_kv_pool, parallel.attn_dcp_size
-    dims = dims_from_config(model_runner.model_config.hf_config.to_dict(), name="served", source="the server")
-    kv_cache_dtype = "fp8_e4m3" if pool.dsa_kv_cache_store_fp8 else "bf16"
-    shape = shape_of(
-        num_attention_heads=model_runner.model_config.num_attention_heads,
-        attn_tp_size=parallel.attn_tp_size,
-        dcp_size=dcp_size,
-        cp_strategy=parallel.cp_strategy,
-    )
-    chunk = get_schedule().chunked_prefill_size
-    chunk = chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens
-    # What every rank works on: a decode step; and with zigzag a whole chunk, if it holds one short request.
-    decoded = model_runner.max_running_requests * (get_spec().speculative_num_draft_tokens or 1)
-    pages = gather_buffer_pages(model_runner, parallel)
-    replicated, spread = (
-        temporary_buffers(
-            dims,
-            kv_cache_dtype,
-            dcp_size,
-            local_heads=shape.kept_heads,
-            rows=rows,
-            context=0,
-            pool_rows=attended_rows,
-        )
-        for rows, attended_rows in (
-            (chunk if parallel.cp_strategy == "zigzag" else decoded, pool.size + pool.page_size),
-            (-(-chunk // dcp_size), pages * dcp_size * pool.page_size),
-        )
-    )
-    return startup_line(
-        **shape.line_fields(),
-        group_ranks=parallel.dcp_group.ranks,
-        comm_backend=parallel.dcp_comm_backend,
-        pool=pool,
-        buffers=dataclasses.replace(
-            replicated,
-            attention_scratch=max(replicated.attention_scratch, spread.attention_scratch),
-            # A spread chunk exchanges no results, but merges two where its pages are gathered in parts.
-            exchange=max(replicated.exchange, spread.exchange),
-            page_gather=buffer_bytes(pages, dcp_size, pool.kv_buffer[0][0].nbytes),
-            dequantised=max(replicated.dequantised, spread.dequantised),
-        ),
-        held=count_held_memory(model_runner, parallel),
-        topk=topk,
     )
 
 
@@ -150,26 +81,3 @@ def check_strategy(parallel: Any) -> None:
     require(
         strategy.cp_size == parallel.attn_dcp_size, f"a strategy for {parallel.attn_dcp_size} ranks", strategy.cp_size
     )
-
-
-def hide_dcp_from_layers(model: Any, num_heads: int) -> None:
-    """Tell every attention layer that there is no DCP, before it has run.
-
-    Layers read `dcp_size` in each forward, to gather heads and merge; the pools and the groups do not ask the layers.
-
-    Args:
-        model: a loaded DSA model.
-        num_heads: of the model.
-
-    Raises:
-        RuntimeError: the layers are not as expected, or have run.
-    """
-    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
-
-    layers = [module for module in model.modules() if isinstance(module, DeepseekV2AttentionMLA)]
-    for layer in layers:
-        require(layer.current_attention_backend is None, "attention layers that have not run", "one that has")
-        require(layer.attn_mqa.tp_q_head_num == num_heads, f"layers of {num_heads} heads", layer.attn_mqa.tp_q_head_num)
-        require(layer.w_kc_qrep is None, "query projections that are not gathered", "one that is")
-    for layer in layers:
-        layer.dcp_size = 1

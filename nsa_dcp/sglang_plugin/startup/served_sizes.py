@@ -6,6 +6,23 @@ from typing import Any
 
 from nsa_dcp.planning.held_memory import HeldMemory, held_memory
 from nsa_dcp.planning.limits import Sizes
+from nsa_dcp.sglang_plugin.admission.server_shape import ServerShape, shape_of
+from nsa_dcp.sglang_plugin.attention.cp_pages import buffer_pages
+
+
+def read_shape(model_runner: Any, parallel: Any) -> ServerShape:
+    """Read mode, group and heads.
+
+    Args:
+        model_runner: sglang's ModelRunner, its model loaded.
+        parallel: sglang's parallel context.
+    """
+    return shape_of(
+        num_attention_heads=model_runner.model_config.num_attention_heads,
+        attn_tp_size=parallel.attn_tp_size,
+        dcp_size=parallel.attn_dcp_size,
+        cp_strategy=parallel.cp_strategy if parallel.attn_cp_size > 1 else None,
+    )
 
 
 def read_sizes(model_runner: Any, parallel: Any) -> Sizes:
@@ -19,13 +36,13 @@ def read_sizes(model_runner: Any, parallel: Any) -> Sizes:
     from sglang.srt.runtime_context import get_schedule, get_spec
 
     spread = parallel.attn_cp_size > 1
-    heads = model_runner.model_config.num_attention_heads // parallel.attn_tp_size
+    shape = read_shape(model_runner, parallel)
     chunk, drafts = get_schedule().chunked_prefill_size, get_spec().speculative_num_draft_tokens
     hf_config = model_runner.model_config.hf_config
     return Sizes(
         rows=chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens,
-        local_heads=heads,
-        attended_heads=heads if spread else heads * parallel.attn_dcp_size,
+        local_heads=shape.local_heads,
+        attended_heads=shape.gathered_heads,
         dcp_size=parallel.attn_dcp_size,
         spread=spread,
         zigzag=spread and parallel.cp_strategy == "zigzag",
@@ -38,6 +55,18 @@ def read_sizes(model_runner: Any, parallel: Any) -> Sizes:
         rows_per_request=drafts or 1,
         unfused_topk=not envs.SGLANG_DSA_FUSE_TOPK.get(),
     )
+
+
+def gather_buffer_pages(model_runner: Any, parallel: Any) -> int:
+    """Pages of each rank that CP-DCP's gather buffer holds. Args: as above."""
+    return buffer_pages(
+        model_runner.model_config.context_len, model_runner.token_to_kv_pool.size, parallel.attn_dcp_size
+    )
+
+
+def served_dtype(pool: Any) -> str:
+    """The dtype of a pool's rows, as the planner and `--kv-cache-dtype` have it. `pool`: sglang's DSATokenToKVPool."""
+    return "fp8_e4m3" if pool.dsa_kv_cache_store_fp8 else "bfloat16"
 
 
 def captured_requests(model_runner: Any) -> int:

@@ -10,32 +10,23 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from nsa_dcp.planning.capacity import temporary_buffers
-from nsa_dcp.planning.dimensions import dims_from_config
-from nsa_dcp.sglang_plugin import resolution
+from nsa_dcp.planning.served_format import PAGE_SIZE, head_bucket, row_bytes
+from nsa_dcp.sglang_plugin import patches, resolution
 from nsa_dcp.sglang_plugin.admission.rules.pool_limits import find_pool_problems, find_step_problems
-from nsa_dcp.sglang_plugin.admission.server_shape import shape_of
 from nsa_dcp.sglang_plugin.admission.validation import (
-    PAGE_SIZE,
     SPARSE_BACKEND,
     describe_problems,
-    head_bucket,
     is_served_here,
 )
-from nsa_dcp.sglang_plugin.attention.idle_steps import prepare_idle_steps_quietly
 from nsa_dcp.sglang_plugin.compat import check_symbols, check_version, require
-from nsa_dcp.sglang_plugin.selection.exact_topk import use_exact_topk
-from nsa_dcp.sglang_plugin.selection.index_key_gather import gather_index_keys_past_2_gib
-from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup.agreement import check_agreement
-from nsa_dcp.sglang_plugin.startup.served_sizes import captured_requests, count_held_memory, read_sizes
-from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
+from nsa_dcp.sglang_plugin.startup.cp_startup import build_context_parallel_backend
+from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_on_every_rank
+from nsa_dcp.sglang_plugin.startup.served_sizes import captured_requests, read_sizes, served_dtype
+from nsa_dcp.sglang_plugin.startup.server_description import describe_server
 from nsa_dcp.sglang_plugin.startup.weight_updates import refuse_weight_updates
 
 logger = logging.getLogger(__name__)
-
-# Bytes of one cache row: 512 FP8 values, 4 scales and 64 bfloat16 values; or 576 bfloat16 values.
-_ROW_BYTES = {"fp8": 656, "bfloat16": 1152}
 
 
 def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
@@ -62,9 +53,9 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
             )
         return _stock_backend(model_runner, stock)
     if model_runner.is_draft_worker:
-        refuse_weight_updates(model_runner, settings)
         # Its index keys have the target's slots.
-        gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
+        patches.gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
+        refuse_weight_updates(model_runner, settings)
         return _stock_backend(model_runner, stock)
     resolution.check_command(settings, model, capability)
     require(
@@ -79,69 +70,28 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     _check_topology(parallel)
     _check_pool(model_runner, parallel.attn_dcp_size)
     _check_reach(model_runner, parallel)
-    gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
     _check_model(model_runner, parallel.attn_dcp_size)
     if parallel.attn_cp_size == 1:
         _check_tensor_parallel(model_runner, parallel)
     check_agreement(model_runner, parallel, settings, model)
+    patches.gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
     refuse_weight_updates(model_runner, settings)
     if parallel.attn_cp_size > 1:
-        from nsa_dcp.sglang_plugin.startup.cp_startup import (
-            build_context_parallel_backend,
-            describe_context_parallel_server,
-        )
-
         backend = build_context_parallel_backend(model_runner, parallel)
-        logger.info(describe_context_parallel_server(model_runner, parallel, use_exact_topk(backend)))
-        return backend
-
-    from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend
-
-    select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group)
-    prepare_idle_steps_quietly(model_runner.model)
-    backend = DcpDeepseekSparseAttnBackend(model_runner)
-    logger.info(describe_server(model_runner, parallel, use_exact_topk(backend)))
+    else:
+        backend = _build_tensor_parallel_backend(model_runner, parallel)
+    patches.fill_page_tables_by_page(backend)
+    topk = patches.use_exact_topk(backend)
+    logger.info(describe_server(model_runner, parallel, topk))
     return backend
 
 
-def describe_server(model_runner: Any, parallel: Any, topk: str) -> str:
-    """Return the log line of what is served: group, heads, bytes per token, buffers of the largest prefill chunk.
+def _build_tensor_parallel_backend(model_runner: Any, parallel: Any) -> Any:
+    from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend
 
-    Args:
-        model_runner: sglang's ModelRunner.
-        parallel: sglang's parallel context.
-        topk: what selects, of `use_exact_topk`.
-    """
-    from sglang.srt.runtime_context import get_schedule
-
-    pool, dcp_size = model_runner.token_to_kv_pool, parallel.attn_dcp_size
-    dims = dims_from_config(model_runner.model_config.hf_config.to_dict(), name="served", source="the server")
-    shape = shape_of(
-        num_attention_heads=model_runner.model_config.num_attention_heads,
-        attn_tp_size=parallel.attn_tp_size,
-        dcp_size=dcp_size,
-        cp_strategy=None,
-    )
-    chunk = get_schedule().chunked_prefill_size
-    buffers = temporary_buffers(
-        dims,
-        "fp8_e4m3" if pool.dsa_kv_cache_store_fp8 else "bf16",
-        dcp_size,
-        local_heads=shape.kept_heads,
-        rows=chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens,
-        # Nothing is gathered but queries: each rank attends to its own part of the context.
-        context=0,
-        pool_rows=pool.size + pool.page_size,
-    )
-    return startup_line(
-        **shape.line_fields(),
-        group_ranks=parallel.dcp_group.ranks,
-        comm_backend=parallel.dcp_comm_backend,
-        pool=pool,
-        buffers=buffers,
-        held=count_held_memory(model_runner, parallel),
-        topk=topk,
-    )
+    select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group)
+    patches.prepare_idle_steps_quietly(model_runner.model)
+    return DcpDeepseekSparseAttnBackend(model_runner)
 
 
 def _stock_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
@@ -184,10 +134,10 @@ def _check_pool(model_runner: Any, dcp_size: int) -> None:
     require(type(pool) is DSATokenToKVPool, "a DSATokenToKVPool", type(pool).__name__)
     require(pool.page_size == PAGE_SIZE, f"pages of {PAGE_SIZE} rows", pool.page_size)
     layout = "fp8" if pool.dsa_kv_cache_store_fp8 else "bfloat16"
-    rows = pool.kv_buffer[0]
+    rows, width = pool.kv_buffer[0], row_bytes(served_dtype(pool))
     require(
-        rows[0].nbytes == _ROW_BYTES[layout],
-        f"{layout} cache rows of {_ROW_BYTES[layout]} bytes",
+        rows[0].nbytes == width,
+        f"{layout} cache rows of {width} bytes",
         f"{rows[0].nbytes} of dtype {rows.dtype}",
     )
     require(

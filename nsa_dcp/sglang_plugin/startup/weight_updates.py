@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from nsa_dcp.sglang_plugin import patches
 from nsa_dcp.sglang_plugin.admission.server_settings import ServerSettings
 from nsa_dcp.sglang_plugin.compat import require
 
@@ -47,20 +48,19 @@ def refuse_weight_updates(model_runner: Any, settings: ServerSettings) -> None:
     Raises:
         RuntimeError: sglang's updater has not got the methods that are replaced.
     """
-    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
-
     reason = _find_reason(model_runner.model, settings)
     if reason is None:
         return
-    for layer in () if model_runner.is_draft_worker else model_runner.model.modules():
-        if isinstance(layer, DeepseekV2AttentionMLA):
-            layer._derived_weight_cache_error = f"nsa-dcp: online weight updates are not supported here: {reason}."
+    if not model_runner.is_draft_worker:
+        patches.give_reason_against_updates(
+            model_runner.model, f"nsa-dcp: online weight updates are not supported here: {reason}."
+        )
     updater = getattr(model_runner, "weight_updater", None)
     if isinstance(updater, LoadingUpdater):
         return
     for method in _METHODS:
         require(callable(getattr(updater, method, None)), f"a weight updater with {method}", type(updater).__name__)
-    model_runner.weight_updater = LoadingUpdater(updater)
+    patches.replace_weight_updater(model_runner, LoadingUpdater(updater))
 
 
 def _find_reason(model: Any, settings: ServerSettings) -> str | None:

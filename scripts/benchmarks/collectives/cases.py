@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from nsa_dcp.planning.dimensions import ModelDims
 from nsa_dcp.planning.steps.step_inputs import interpolate
 from nsa_dcp_kernels.kv_format import KV_LORA_RANK, LATENT_BYTES, LATENT_DIM
-from scripts.served_checks.server_config import parse_sizes
+from scripts.served_checks.servers.server_config import parse_sizes
 
 # A partial in the message of `a2a`: a bfloat16 output and a float32 lse.
 PARTIAL_BYTES = KV_LORA_RANK * 2 + 4

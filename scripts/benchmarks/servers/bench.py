@@ -31,9 +31,15 @@ from scripts.benchmarks.servers.cases import (
 from scripts.benchmarks.servers.probe import ServerProbe
 from scripts.benchmarks.servers.random_weights import INITIALISED
 from scripts.benchmarks.servers.report import format_report
-from scripts.served_checks import shared_gpu
-from scripts.served_checks.server_config import parse_sizes
-from scripts.served_checks.server_process import ASKING_ERRORS, Server, describe_host, python_path, write_entry_points
+from scripts.served_checks.servers import shared_gpu
+from scripts.served_checks.servers.server_config import parse_sizes
+from scripts.served_checks.servers.server_process import (
+    ASKING_ERRORS,
+    Server,
+    describe_host,
+    python_path,
+    write_entry_points,
+)
 
 # What the server resolved, from /server_info.
 RESOLVED = (

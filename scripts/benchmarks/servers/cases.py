@@ -9,7 +9,7 @@ from random import Random
 from nsa_dcp.planning.capacity import bytes_per_token, plan
 from nsa_dcp.planning.dimensions import ModelDims
 from nsa_dcp_kernels.kv_format import PAGE_SIZE
-from scripts.served_checks.server_config import server_command
+from scripts.served_checks.servers.server_config import server_command
 
 CHUNKED_PREFILL_SIZE = 8192
 # Steps between two lines of the server's log; a line is one sample of the step time.

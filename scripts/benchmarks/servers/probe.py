@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scripts.benchmarks.servers.cases import NEW_TOKENS, Prompts, ServerCase
-from scripts.served_checks.server_process import ASKING_ERRORS, Server
+from scripts.served_checks.servers.server_process import ASKING_ERRORS, Server
 
 # The first lines of a full batch still hold steps of a smaller one, or a prefill.
 _DISCARDED = 2

@@ -71,7 +71,7 @@ MODES = ("DECODE", "TARGET_VERIFY", "EXTEND", "MIXED")
 def test_the_model_gathers_and_merges_nothing_once_it_is_told(make_cp_backend, make_attention):
     from sglang.srt.runtime_context import get_parallel
 
-    from nsa_dcp.sglang_plugin.startup.cp_startup import hide_dcp_from_layers
+    from nsa_dcp.sglang_plugin.patches import hide_dcp_from_layers
 
     make_cp_backend(simulation.RelayedGroup(4).rank(1))
     attention = make_attention()
@@ -95,7 +95,7 @@ def test_the_model_gathers_and_merges_nothing_once_it_is_told(make_cp_backend, m
     ids=["has-run", "replicated", "sliced"],
 )
 def test_a_model_that_is_not_as_expected_is_left_as_it_was(make_cp_backend, make_attention, spoil, sentence):
-    from nsa_dcp.sglang_plugin.startup.cp_startup import hide_dcp_from_layers
+    from nsa_dcp.sglang_plugin.patches import hide_dcp_from_layers
 
     make_cp_backend(simulation.RelayedGroup(2).rank(0))
     layers = torch.nn.ModuleList([make_attention(), make_attention()])
@@ -129,7 +129,7 @@ def test_what_the_backend_returns_is_what_the_model_projects(make_cp_backend, ma
     from sglang.srt.layers.cp.utils import is_cp_active, prepare_cp_forward
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-    from nsa_dcp.sglang_plugin.startup.cp_startup import hide_dcp_from_layers
+    from nsa_dcp.sglang_plugin.patches import hide_dcp_from_layers
 
     extends = {"DECODE": [1, 1], "TARGET_VERIFY": [2, 2], "EXTEND": [5, 3], "MIXED": [6, 1]}[name]
     batch = simulation.CpBatch(2, [130, 70], extends, mode="EXTEND" if name == "TARGET_VERIFY" else name)

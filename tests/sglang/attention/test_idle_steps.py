@@ -47,7 +47,7 @@ def prepare(layer, name, caplog):
 
 
 def test_an_idle_step_logs_nothing_and_is_prepared_as_before(layer, caplog):
-    from nsa_dcp.sglang_plugin.attention.idle_steps import prepare_idle_steps_quietly
+    from nsa_dcp.sglang_plugin.patches import prepare_idle_steps_quietly
 
     stock, warnings = prepare(layer, "IDLE", caplog)
     assert len(warnings) == 1, "what sglang does of itself"
@@ -64,7 +64,7 @@ def test_an_idle_step_logs_nothing_and_is_prepared_as_before(layer, caplog):
 def test_other_steps_gather_as_before(layer, caplog, monkeypatch):
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 
-    from nsa_dcp.sglang_plugin.attention.idle_steps import prepare_idle_steps_quietly
+    from nsa_dcp.sglang_plugin.patches import prepare_idle_steps_quietly
 
     gathered = []
     monkeypatch.setattr(
@@ -79,7 +79,7 @@ def test_other_steps_gather_as_before(layer, caplog, monkeypatch):
 
 
 def test_a_layer_that_fails_in_an_idle_step_keeps_its_dcp_size(layer, caplog):
-    from nsa_dcp.sglang_plugin.attention.idle_steps import prepare_idle_steps_quietly
+    from nsa_dcp.sglang_plugin.patches import prepare_idle_steps_quietly
 
     prepare_idle_steps_quietly(torch.nn.ModuleList([layer]))
     layer.q_b_proj_forward = None

@@ -43,7 +43,7 @@ DEEPSEEK = {
     "index_head_dim": 128,
     "max_position_embeddings": 163840,
 }
-DTYPES = {"fp8_e4m3": (torch.float8_e4m3fn, "fp8_e4m3"), "bf16": (torch.bfloat16, "bfloat16")}
+DTYPES = {"fp8_e4m3": (torch.float8_e4m3fn, "fp8_e4m3"), "bfloat16": (torch.bfloat16, "bfloat16")}
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def sglang_server(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("draft_layers", [0, 1], ids=["no draft", "one draft layer"])
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bf16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bfloat16"])
 @pytest.mark.parametrize("dcp_size", [1, 2, 4, 8], ids=lambda size: f"dcp {size}")
 @pytest.mark.parametrize(
     "config",
@@ -159,7 +159,7 @@ def test_the_planned_pool_of_a_pipeline_is_the_smallest_that_sglang_sizes(
     assert (partition == "6,72") == (max(sized) > 2 * min(sized))
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bf16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bfloat16"])
 @pytest.mark.parametrize("dcp_size", [1, 2, 8], ids=lambda size: f"dcp {size}")
 def test_the_pool_that_sglang_builds_holds_the_planned_bytes_and_one_reserved_page(
     sglang_server, tmp_path, dcp_size, kv_cache_dtype

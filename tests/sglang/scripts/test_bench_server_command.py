@@ -40,7 +40,7 @@ def test_sglang_accepts_the_command_and_the_model(parse_server_args, mid_size, c
 
     from nsa_dcp.planning.dimensions import read_config
     from scripts.benchmarks.servers.cases import bench_command, pool_rows
-    from scripts.served_checks.server_config import parse_sizes
+    from scripts.served_checks.servers.server_config import parse_sizes
 
     folder, fields = mid_size
     tp_size, dcp_size = parse_sizes(config)
@@ -82,7 +82,7 @@ if __name__ == "__main__":
 
 
 def test_the_ranks_fill_in_random_weights_and_the_launcher_imports_no_model(tmp_path):
-    from scripts.served_checks import server_process
+    from scripts.served_checks.servers import server_process
 
     server_process.write_entry_points(tmp_path, random_weights="scripts.benchmarks.servers.random_weights:register")
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -14,7 +14,8 @@ import pytest
 from scripts.benchmarks.servers import summarise_trace as profile
 from scripts.served_checks import ask_servers as serve
 from scripts.served_checks import compare_answers as compare
-from scripts.served_checks import server_process, shared_gpu, write_checkpoint
+from scripts.served_checks import write_checkpoint
+from scripts.served_checks.servers import server_process, shared_gpu
 
 ROOT = Path(__file__).parents[3]
 ROUNDING = 0.05

@@ -69,7 +69,7 @@ def make_ranks(indexer):
     """A function that returns every rank's `_get_topk_paged`, as the factory leaves it, and the broadcasts."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_in_decode
+    from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_in_decode
 
     def make(world_size):
         gathers, broadcasts, ranks = decode.RelayedGather(world_size), RelayedBroadcast(), []

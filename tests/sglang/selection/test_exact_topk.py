@@ -169,6 +169,7 @@ def test_a_ragged_selection_is_an_error(make_backend):
 def test_a_top_k_that_a_user_names_stays(monkeypatch, backend, choice):
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
 
+    from nsa_dcp.sglang_plugin import patches
     from nsa_dcp.sglang_plugin.selection import exact_topk
 
     checked = []
@@ -176,7 +177,7 @@ def test_a_top_k_that_a_user_names_stays(monkeypatch, backend, choice):
     monkeypatch.setattr(exact_topk, "check_selection", lambda device, topk: checked.append((device.type, topk)))
     ours = SimpleNamespace(device="cpu", dsa_index_topk=2048, dsa_topk_backend=DSATopKBackend(backend))
     replaced = choice == "exact" and backend == "sgl-kernel"
-    assert exact_topk.use_exact_topk(ours) == ("exact" if replaced else backend)
+    assert patches.use_exact_topk(ours) == ("exact" if replaced else backend)
     assert isinstance(ours.dsa_topk_backend, exact_topk.ExactTopK) == replaced
     assert checked == [("cpu", 2048)] * replaced
 

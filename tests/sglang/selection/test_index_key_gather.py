@@ -42,7 +42,7 @@ def gather(pool, page):
 
 @pytest.mark.parametrize("page", [1_000, 254_199, 254_200, 300_000])
 def test_the_indexers_door_leads_to_our_gather(pool, page):
-    from nsa_dcp.sglang_plugin.selection.index_key_gather import gather_index_keys_past_2_gib
+    from nsa_dcp.sglang_plugin.patches import gather_index_keys_past_2_gib
 
     memory, pages = layer_memory(page)
     pool.index_key_cache.buffer[1] = pages
@@ -56,7 +56,8 @@ def test_the_indexers_door_leads_to_our_gather(pool, page):
 
 
 def test_what_we_gather_is_what_sglang_does_and_a_second_hook_changes_nothing(pool):
-    from nsa_dcp.sglang_plugin.selection.index_key_gather import WideIndexKeyGather, gather_index_keys_past_2_gib
+    from nsa_dcp.sglang_plugin.patches import gather_index_keys_past_2_gib
+    from nsa_dcp.sglang_plugin.selection.index_key_gather import WideIndexKeyGather
 
     for pages in pool.index_key_cache.buffer:
         pages.copy_(torch.randint(0, 256, pages.shape, dtype=torch.uint8))
@@ -73,7 +74,7 @@ def test_what_we_gather_is_what_sglang_does_and_a_second_hook_changes_nothing(po
 
 
 def test_another_layout_of_index_keys_stops_the_server(pool):
-    from nsa_dcp.sglang_plugin.selection.index_key_gather import gather_index_keys_past_2_gib
+    from nsa_dcp.sglang_plugin.patches import gather_index_keys_past_2_gib
 
     pool.index_key_cache.buffer[1] = torch.zeros(4, PAGE_BYTES // 2, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="index-key pages of 8448 bytes in layer 1"):
@@ -83,7 +84,7 @@ def test_another_layout_of_index_keys_stops_the_server(pool):
 
 
 def test_layers_that_share_a_selection_have_no_pages_to_look_at(publish_rank):
-    from nsa_dcp.sglang_plugin.selection.index_key_gather import gather_index_keys_past_2_gib
+    from nsa_dcp.sglang_plugin.patches import gather_index_keys_past_2_gib
 
     publish_rank(2, 0)
     pool = make_pool(256, 2)

@@ -229,7 +229,8 @@ def test_each_rank_scores_its_share_alone():
 def test_an_indexer_is_split_once():
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 
-    from nsa_dcp.sglang_plugin.selection.row_split import RowSplitSelection, split_rows
+    from nsa_dcp.sglang_plugin.patches import split_rows
+    from nsa_dcp.sglang_plugin.selection.row_split import RowSplitSelection
 
     indexer = object.__new__(Indexer)
     torch.nn.Module.__init__(indexer)

@@ -353,7 +353,8 @@ def test_small_and_odd_batches_and_other_steps_are_not_split_but_agreed_on(make_
 
 
 def test_an_indexer_is_split_once_and_all_share_their_steps_metadata(indexer):
-    from nsa_dcp.sglang_plugin.selection.row_split_decode import RowSplitDecodeSelection, split_decode_rows
+    from nsa_dcp.sglang_plugin.patches import split_decode_rows
+    from nsa_dcp.sglang_plugin.selection.row_split_decode import RowSplitDecodeSelection
 
     other = type(indexer).__new__(type(indexer))
     torch.nn.Module.__init__(other)

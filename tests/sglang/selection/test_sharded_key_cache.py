@@ -44,12 +44,12 @@ def sharded():
 @pytest.mark.parametrize("config", [pytest.param(GLM, id="glm-5.2"), pytest.param(DEEPSEEK, id="deepseek-v3.2")])
 def test_sglang_sizes_the_planned_pool(
     sharded,
-    sglang_server,
+    sglang_server,  # noqa: F811
     tmp_path,
     config,
     dcp_size,
     kv_cache_dtype,
-    draft_layers,  # noqa: F811
+    draft_layers,
 ):
     """A charge that is wrong by one byte is lost capacity, or memory that runs out."""
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator

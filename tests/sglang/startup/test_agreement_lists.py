@@ -23,10 +23,9 @@ OUR_LOCAL_VARIABLES = {
 OUR_LOCAL_CONSTANTS = {
     "cp_prefill:_MERGED_ROWS": "rows of one rank's results that are merged at once",
     "backend:LOG2_E": "the base that the installed sglang merges in",
-    "startup:_ROW_BYTES": "checked against the pool",
 }
 # Where several ranks must come to one decision, under today's or tomorrow's folders.
-DECIDING_MODULES = re.compile(r"(row_split|selection|backend|cp_|decode_page_table|startup)")
+DECIDING_MODULES = re.compile(r"(row_split|selection|backend|cp_|decode_page_table|startup|patches)")
 
 
 def plugin_sources():

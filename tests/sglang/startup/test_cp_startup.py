@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.sglang import cp_simulation as simulation
+from tests.sglang.served_parts import record_patches
 
 pytestmark = pytest.mark.sglang
 
@@ -63,6 +64,17 @@ def test_the_backend_attends_with_all_heads_and_the_model_leaves_dcp_to_it(make_
     # The broadcast over the attention-TP group would be this rank's alone.
     assert not envs.SGLANG_DSA_TOPK_BROADCAST.get()
     assert ("materialize_full_indexer_k_cache" in vars(get_cp_strategy())) == (strategy == "zigzag")
+
+
+@pytest.mark.parametrize("strategy", ["interleave", "zigzag"])
+def test_changes_are_made_in_the_order_in_which_patches_lists_them(make_runner, monkeypatch, strategy):
+    runner = make_runner(strategy=strategy)
+    made, listed = record_patches(monkeypatch)
+    build(runner)
+    assert made == [name for name in listed if name in made]
+    both = {"gather_index_keys_past_2_gib", "hide_dcp_from_layers", "split_decode_rows", "fill_page_tables_by_page"}
+    zigzag = {"patch_zigzag_strategy"} if strategy == "zigzag" else set()
+    assert set(made) == both | zigzag | {"use_exact_topk"}
 
 
 def test_the_log_says_what_is_served(make_runner, caplog):
@@ -173,11 +185,11 @@ def test_what_is_not_as_expected_stops_the_server(make_runner, monkeypatch, spoi
 
 @pytest.mark.parametrize("missing", ["split", "indexer"])
 def test_a_layer_that_would_select_in_another_way_stops_the_server(make_runner, monkeypatch, missing):
-    from nsa_dcp.sglang_plugin.selection import selection_agreement
+    from nsa_dcp.sglang_plugin import patches
 
     runner = make_runner()
     if missing == "split":
-        monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, broadcast_selection: None)
+        monkeypatch.setattr(patches, "split_decode_rows", lambda model, group, broadcast_selection: None)
     else:
         runner.model[0].indexer = torch.nn.Linear(1, 1)
     with pytest.raises(RuntimeError, match="layer 0 to select by RowSplitDecodeSelection, found _get_topk_paged of"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nsa_dcp.sglang_plugin.startup.weight_layout import check_sliced_weights, is_row_major
-from scripts.served_checks.quantised_weights import from_block_fp8, to_block_fp8
+from scripts.served_checks.checkpoints.quantised_weights import from_block_fp8, to_block_fp8
 
 pytestmark = pytest.mark.sglang
 

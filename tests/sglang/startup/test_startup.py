@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.sglang.served_parts import make_weight_updater
+from tests.sglang.served_parts import make_weight_updater, record_patches
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("registered", "on_hopper")]
 
@@ -60,7 +60,7 @@ def build(registered, monkeypatch):
     class Ours(tuple):
         """What the factory asks of a backend that it has made; equal to ("ours", its model runner)."""
 
-        device, dsa_index_topk = "cpu", 2048
+        device, dsa_index_topk, _fused_decode_metadata = "cpu", 2048, None
 
     def make_ours(model_runner):
         from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
@@ -80,6 +80,21 @@ def build(registered, monkeypatch):
 @pytest.mark.parametrize("name", ["nsa", "dsa"])
 def test_dcp_on_flashmla_kv_gets_our_backend(build, runner, name):
     assert build(runner, name) == ("ours", runner)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_changes_are_made_in_the_order_in_which_patches_lists_them(build, runner, monkeypatch, draft):
+    from nsa_dcp.sglang_plugin.startup import weight_updates
+
+    runner.is_draft_worker = draft
+    # As on a server whose decode reads copies of weights.
+    monkeypatch.setattr(weight_updates, "_find_reason", lambda model, settings: "copied")
+    made, listed = record_patches(monkeypatch)
+    build(runner)
+    assert made == [name for name in listed if name in made]
+    targets = {"give_reason_against_updates", "split_rows", "split_decode_rows", "prepare_idle_steps_quietly"}
+    targets |= {"fill_page_tables_by_page", "use_exact_topk"}
+    assert set(made) == {"gather_index_keys_past_2_gib", "replace_weight_updater"} | (set() if draft else targets)
 
 
 @pytest.mark.parametrize(("changes", "copied"), [({}, "query projection"), ({"dcp_replicate_q_proj": False}, None)])
@@ -262,15 +277,15 @@ def break_layer(runner, monkeypatch):
 
 
 def break_prefill_split(runner, monkeypatch):
-    from nsa_dcp.sglang_plugin.selection import selection_agreement
+    from nsa_dcp.sglang_plugin import patches
 
-    monkeypatch.setattr(selection_agreement, "split_rows", lambda model, group: None)
+    monkeypatch.setattr(patches, "split_rows", lambda model, group: None)
 
 
 def break_decode_split(runner, monkeypatch):
-    from nsa_dcp.sglang_plugin.selection import selection_agreement
+    from nsa_dcp.sglang_plugin import patches
 
-    monkeypatch.setattr(selection_agreement, "split_decode_rows", lambda model, group, broadcast_selection: None)
+    monkeypatch.setattr(patches, "split_decode_rows", lambda model, group, broadcast_selection: None)
 
 
 def break_indexer_class(runner, monkeypatch):

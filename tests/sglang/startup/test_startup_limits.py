@@ -29,7 +29,7 @@ def start(make_rank, model_path, monkeypatch):
         """What the factory asks of a backend that it has made."""
 
         dsa_topk_backend = DSATopKBackend.SGL_KERNEL
-        device, dsa_index_topk = "cpu", 2048
+        device, dsa_index_topk, _fused_decode_metadata = "cpu", 2048, None
 
     monkeypatch.setattr(backend, "DcpDeepseekSparseAttnBackend", lambda model_runner: Ours("ours"))
     # Tried once in test_exact_topk.py.

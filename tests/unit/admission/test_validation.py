@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
+from nsa_dcp.planning.served_format import head_bucket
 from nsa_dcp.sglang_plugin.admission.rules.stock_rules import find_stock_refusals
 from nsa_dcp.sglang_plugin.admission.validation import (
     ModelFacts,
     describe_problems,
     find_problems,
-    head_bucket,
     is_served_here,
 )
 from tests.served_settings import CP_DCP, DEEPSEEK, GLM, HOPPER, TP_DCP

@@ -44,9 +44,9 @@ def test_pool_ratios_match_measured_pools(dcp_size, few_shards, many_shards, mea
     ("model", "kv_cache_dtype", "multiples"),
     [
         pytest.param(GLM, "fp8_e4m3", (1.0, 1.90, 3.47, 5.88), id="glm fp8"),
-        pytest.param(GLM, "bf16", (1.0, 1.94, 3.67, 6.61), id="glm bf16"),
+        pytest.param(GLM, "bfloat16", (1.0, 1.94, 3.67, 6.61), id="glm bf16"),
         pytest.param(DEEPSEEK, "fp8_e4m3", (1.0, 1.71, 2.66, 3.68), id="deepseek fp8"),
-        pytest.param(DEEPSEEK, "bf16", (1.0, 1.81, 3.06, 4.65), id="deepseek bf16"),
+        pytest.param(DEEPSEEK, "bfloat16", (1.0, 1.81, 3.06, 4.65), id="deepseek bf16"),
     ],
 )
 def test_multiples_over_dcp_1_with_replicated_index_keys(model, kv_cache_dtype, multiples):
@@ -67,7 +67,7 @@ def test_bytes_per_token_are_split_by_holder():
     cost = bytes_per_token(GLM, "fp8_e4m3", 8, draft_layers=1)
     assert (cost.latent, cost.index_keys, cost.draft) == (78 * 656 / 8, 21 * 132, 656 + 132)
     assert cost.total == 6396 + 2772 + 788
-    assert bytes_per_token(GLM, "bf16", 2).latent == 78 * 1152 / 2
+    assert bytes_per_token(GLM, "bfloat16", 2).latent == 78 * 1152 / 2
 
 
 def test_only_layers_with_an_indexer_are_charged_for_index_keys():
@@ -81,7 +81,7 @@ def test_only_layers_with_an_indexer_are_charged_for_index_keys():
     gib=st.floats(0.01, 300),
     dcp_size=st.sampled_from([1, 2, 4, 8]),
     page_size=st.sampled_from([1, 64, 128]),
-    kv_cache_dtype=st.sampled_from(["fp8_e4m3", "bf16"]),
+    kv_cache_dtype=st.sampled_from(["fp8_e4m3", "bfloat16"]),
     draft_layers=st.integers(0, 2),
 )
 def test_a_pool_is_the_most_whole_pages_within_the_budget(gib, dcp_size, page_size, kv_cache_dtype, draft_layers):
@@ -132,7 +132,7 @@ def test_temporary_buffers_count_heads_rows_and_context():
     alone = temporary_buffers(GLM, "fp8_e4m3", 1, local_heads=8, rows=8, context=1000, pool_rows=640)
     assert (alone.gathered_q, alone.exchange, alone.page_gather, alone.dequantised) == (0, 0, 0, 0)
     assert alone.attention_scratch == (8 + 132) * 64 * 2048
-    wide = temporary_buffers(DEEPSEEK, "bf16", 8, local_heads=16, rows=8192, context=1, pool_rows=640)
+    wide = temporary_buffers(DEEPSEEK, "bfloat16", 8, local_heads=16, rows=8192, context=1, pool_rows=640)
     assert (wide.attention_scratch, wide.dequantised) == ((132 + 66) * 128 * 2048, 0)
 
 
@@ -148,7 +148,7 @@ def test_temporary_buffers_count_heads_rows_and_context():
         ({"weights_gib": -1}, "weights_gib must be 0 or more, got -1"),
         ({"weights_gib": 40}, "must exceed weights_gib"),
         ({"gpu_memory_gib": 1e-6}, "gpu_memory_gib must leave room for one page"),
-        ({"kv_cache_dtypes": ("int4",)}, "kv_cache_dtype must be one of fp8_e4m3, bf16, got 'int4'"),
+        ({"kv_cache_dtypes": ("int4",)}, "kv_cache_dtype must be one of fp8_e4m3, bfloat16, got 'int4'"),
         ({"kv_cache_dtypes": ()}, "kv_cache_dtypes must name at least one"),
         ({"dcp_sizes": (3,)}, "dcp_size must divide tp_size / attn_dp_size = 8, got 3"),
         ({"dcp_sizes": (0,)}, "dcp_size must be a positive integer, got 0"),

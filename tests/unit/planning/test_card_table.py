@@ -107,7 +107,7 @@ def test_what_does_not_fit_beside_the_pools_is_marked(run):
 
 def test_given_weights_are_taken_as_they_are(run):
     status, out, _ = run("--preset", "glm-5.2", "--weights-gib", "50", "--dcp-size", "8", "--kv-cache-dtype", "bf16")
-    assert status == 0 and "as given" in out and "assumed: counted" not in out and "bf16" in out
+    assert status == 0 and "as given" in out and "assumed: counted" not in out and "bfloat16" in out
     plain = run("--preset", "glm-5.2", "--weights-gib", "50", "--dcp-size", "8", "--json")[1]
     (card,) = [row for row in json.loads(plain)["cards"] if row["card"] == "H20 96"]
     alone = capacity.plan(

@@ -55,7 +55,7 @@ def test_stages_have_the_layers_and_the_selections_of_the_model():
     assert all(stage.indexer_layers[0] == 0 for stage in stages)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bf16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bfloat16"])
 def test_a_pipeline_holds_what_its_fullest_stage_holds(kv_cache_dtype):
     def rows(**pipeline):
         return plan(

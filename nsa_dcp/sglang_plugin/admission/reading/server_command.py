@@ -25,6 +25,7 @@ from nsa_dcp.planning.config_fields import (
 from nsa_dcp.planning.dimensions import indexer_layers, preset_dims
 from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
+from nsa_dcp.planning.served_format import DEEPSEEK, GLM
 from nsa_dcp.sglang_plugin.admission.reading import launch_parser
 from nsa_dcp.sglang_plugin.admission.reading.launch_config import merge_config_file
 from nsa_dcp.sglang_plugin.admission.reading.launch_line import strip_launcher as strip_launcher
@@ -33,7 +34,6 @@ from nsa_dcp.sglang_plugin.admission.rules.weight_rules import projection_format
 from nsa_dcp.sglang_plugin.admission.server_settings import is_foreign_draft, settle_typed
 from nsa_dcp.sglang_plugin.admission.validation import ModelFacts, ServerSettings
 
-_PRESET_ARCHITECTURES = {"glm-5.2": "GlmMoeDsaForCausalLM", "deepseek-v3.2": "DeepseekV32ForCausalLM"}
 _GLM, _DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
 # Of both in transformers, where a config does not say.
 _DEFAULT_TOPK = 2048
@@ -42,11 +42,11 @@ _NOWHERE = os.devnull
 # sglang takes these for DSA models, if their config has an index_topk.
 DSA_ARCHITECTURES = (
     "DeepseekV3ForCausalLM",
-    "DeepseekV32ForCausalLM",
+    DEEPSEEK,
     "DeepseekV3ForCausalLMNextN",
     "MistralLarge3ForCausalLM",
     "PixtralForConditionalGeneration",
-    "GlmMoeDsaForCausalLM",
+    GLM,
     "GlmMoeDsaForCausalLMNextN",
     "Glm5NextForConditionalGenerationNextN",
     "Glm5NextForConditionalGeneration",
@@ -236,7 +236,7 @@ def preset_model_facts(preset: str, overrides: Mapping[str, object] | None = Non
     """
     dims = preset_dims(preset)
     config: dict[str, object] = {
-        "architectures": [_PRESET_ARCHITECTURES[preset]],
+        "architectures": [dims.architecture],
         "num_attention_heads": dims.num_attention_heads,
         "kv_lora_rank": dims.kv_lora_rank,
         "qk_rope_head_dim": dims.qk_rope_head_dim,

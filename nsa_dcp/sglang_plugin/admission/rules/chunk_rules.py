@@ -6,7 +6,8 @@ chunks that is the longest prompt.
 
 from __future__ import annotations
 
-from nsa_dcp.planning.limits import PAGE_ROWS, Limit, Sizes, largest_chunk
+from nsa_dcp.planning.limits import Limit, Sizes, largest_chunk
+from nsa_dcp.planning.served_format import PAGE_SIZE
 from nsa_dcp.sglang_plugin.admission.advice import advise, use
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, Problem, ServerSettings
 
@@ -54,15 +55,15 @@ def find_chunk_problems(settings: ServerSettings, model: ModelFacts) -> list[Pro
     asked = f"--chunked-prefill-size {typed}" + (f", {chunk} for each of {shards} shards" if shards > 1 else "")
     # What sglang divides again, where this is already the divided size.
     factor = settings.attn_dp_size
-    unit = PAGE_ROWS * factor
-    usual = f"--chunked-prefill-size {min(_USUAL_CHUNK, most // PAGE_ROWS * PAGE_ROWS) * factor}"
+    unit = PAGE_SIZE * factor
+    usual = f"--chunked-prefill-size {min(_USUAL_CHUNK, most // PAGE_SIZE * PAGE_SIZE) * factor}"
     instead = advise(
-        use(usual, said=f"use {usual}, or another multiple of {unit} of at most {most // PAGE_ROWS * unit}")
+        use(usual, said=f"use {usual}, or another multiple of {unit} of at most {most // PAGE_SIZE * unit}")
     )
     if chunk > most:
         return [Problem(asked, _describe(most, limit), instead)]
-    if chunk % PAGE_ROWS:
-        return [Problem(asked, f"sglang wants a chunk of whole pages of {PAGE_ROWS} tokens", instead)]
+    if chunk % PAGE_SIZE:
+        return [Problem(asked, f"sglang wants a chunk of whole pages of {PAGE_SIZE} tokens", instead)]
     return []
 
 

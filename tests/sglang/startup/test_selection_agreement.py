@@ -101,7 +101,7 @@ def select_on_ranks(indexer, tie_breaks, publish_rank, monkeypatch):
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    from nsa_dcp.sglang_plugin.selection.selection_agreement import select_alike_in_decode, select_alike_on_every_rank
+    from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_in_decode, select_alike_on_every_rank
 
     def make_indexer(q, weights, context_parallel):
         one = object.__new__(Indexer)

@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from scripts.served_checks import shared_gpu
+from scripts.served_checks.servers import shared_gpu
 
 DRAFT_TOKENS = 3
 # Slots of all ranks together: fewer than all requests need, so that old ones are taken again, more than any one needs.

@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # What asking a server may raise.
 ASKING_ERRORS = (RuntimeError, OSError, ValueError, http.client.HTTPException)
 PACKAGES = (

@@ -30,9 +30,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from nsa_dcp.sglang_plugin import patches
 from nsa_dcp.sglang_plugin.compat import require
-from nsa_dcp.sglang_plugin.selection.row_split import RowSplitSelection, split_rows
-from nsa_dcp.sglang_plugin.selection.row_split_decode import RowSplitDecodeSelection, split_decode_rows
+from nsa_dcp.sglang_plugin.selection.row_split import RowSplitSelection
+from nsa_dcp.sglang_plugin.selection.row_split_decode import RowSplitDecodeSelection
 
 
 def select_alike_on_every_rank(model: Any, group: Any) -> None:
@@ -48,8 +49,8 @@ def select_alike_on_every_rank(model: Any, group: Any) -> None:
     # It is over the attention-TP group, and takes PyNCCL while a graph is captured.
     from sglang.srt.layers.attention.dsa.dsa_indexer import _broadcast_indexer_topk_from_rank0_impl
 
-    split_rows(model, group)
-    split_decode_rows(model, group, _broadcast_indexer_topk_from_rank0_impl)
+    patches.split_rows(model, group)
+    patches.split_decode_rows(model, group, _broadcast_indexer_topk_from_rank0_impl)
     _check(model, {"_get_topk_ragged": RowSplitSelection, "_get_topk_paged": RowSplitDecodeSelection})
 
 
@@ -65,7 +66,7 @@ def select_alike_in_decode(model: Any, group: Any) -> None:
         RuntimeError: a layer would select in another way.
     """
     # sglang's graph capture enters the DCP group: both collectives are captured.
-    split_decode_rows(model, group, functools.partial(group.broadcast, src=0))
+    patches.split_decode_rows(model, group, functools.partial(group.broadcast, src=0))
     _check(model, {"_get_topk_paged": RowSplitDecodeSelection})
 
 

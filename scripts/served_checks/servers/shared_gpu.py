@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator
 
 # For sglang's group of entry points, `sglang.srt.plugins`.
-PLUGIN = {"shared_gpu": "scripts.served_checks.shared_gpu:register"}
+PLUGIN = {"shared_gpu": "scripts.served_checks.servers.shared_gpu:register"}
 TARGET = "sglang.srt.utils.common.maybe_reindex_device_id"
 # NCCL from 2.30 on lets ranks share a GPU. With more than a few channels their kernels starve each other.
 ENVIRONMENT = {

@@ -1,0 +1,1 @@
+"""What the checkpoints that are served hold: weights that look tokens up, and their quantised forms."""
