@@ -15,6 +15,7 @@ SOURCES = {"nsa_dcp": ROOT / "nsa_dcp", "nsa_dcp_kernels": ROOT / "kernels" / "n
 # What may load a model library, a server or a compiler: everything else must stay light.
 HEAVY = ("nsa_dcp.hf", "nsa_dcp.testing", "nsa_dcp_kernels._triton")
 HEAVY += ("nsa_dcp.sglang_plugin.attention.backend", "nsa_dcp.sglang_plugin.attention.cp_backend")
+HEAVY += ("nsa_dcp.sglang_plugin.selection.sharded_key_cache",)
 LIGHT_PACKAGES = {"nsa_dcp", "nsa_dcp_kernels", "torch", "numpy"}
 MAX_LINES = 400
 # A folder is a role: more modules than this are several roles, but where all are alike, an op or a test each.
