@@ -10,7 +10,7 @@ from nsa_dcp import __version__
 
 # Imported one by one: planning needs no torch, and doctor must answer where torch is broken.
 _COMMANDS = {
-    "generate": "nsa_dcp.hf.generate:add_generate_parser",
+    "generate": "nsa_dcp.hf.generate_command:add_generate_parser",
     "plan": "nsa_dcp.planning.capacity_cli:add_plan_parser",
     "model": "nsa_dcp.planning.capacity_cli:add_model_parser",
     "doctor": "nsa_dcp.sglang_plugin.doctor.doctor:add_doctor_parser",

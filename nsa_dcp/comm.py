@@ -5,7 +5,7 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from nsa_dcp.config import COMM_BACKENDS
+from nsa_dcp.choices import COMM_BACKENDS
 from nsa_dcp_kernels import merge_packed, pack_partials
 from nsa_dcp_kernels.reference import accumulator
 

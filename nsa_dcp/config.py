@@ -2,14 +2,9 @@
 
 from dataclasses import dataclass
 
-from nsa_dcp.cp_layout import STRATEGIES
-from nsa_dcp.planning.served_format import INDEX_KEYS
+from nsa_dcp.choices import COMM_BACKENDS, CP_STRATEGIES, INDEX_KEYS, KV_CACHE_DTYPES, MODES, SELECTIONS
 from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, KV_LORA_RANK, PAGE_SIZE, QK_ROPE_HEAD_DIM
 
-MODES = ("tp", "cp")
-COMM_BACKENDS = ("ag_rs", "a2a")
-SELECTIONS = ("replicated", "row_split")
-KV_CACHE_DTYPES = ("float32", "bf16", "fp8_e4m3")
 MAX_GATHERED_HEADS = 128
 _MOST_RANKS = 1024  # that a refusal suggests
 ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
@@ -64,7 +59,6 @@ class DcpConfig:
     selection: "replicated", every rank scores every query row; "row_split", 1/dcp_size of them. With sharded index
         keys, of a prompt's rows; then a decode step's are scored by every rank, each against its own keys.
     index_keys: "replicated", every rank holds every token's; "sharded", each holds those of its own tokens.
-    attn_dp_size: attention-data-parallel shards that the `tp_size` ranks are cut into.
     """
 
     tp_size: int = 1
@@ -74,33 +68,20 @@ class DcpConfig:
     dcp_comm_backend: str = "a2a"
     selection: str = "row_split"
     index_keys: str = "replicated"
-    attn_dp_size: int = 1
-    page_size: int = PAGE_SIZE
 
     def __post_init__(self) -> None:
-        for name in ("tp_size", "dcp_size", "attn_dp_size"):
+        for name in ("tp_size", "dcp_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         _check_choice("mode", self.mode, MODES)
-        _check_choice("cp_strategy", self.cp_strategy, STRATEGIES)
+        _check_choice("cp_strategy", self.cp_strategy, CP_STRATEGIES)
         _check_choice("dcp_comm_backend", self.dcp_comm_backend, COMM_BACKENDS)
         _check_choice("selection", self.selection, SELECTIONS)
         _check_choice("index_keys", self.index_keys, INDEX_KEYS)
-        if self.page_size != PAGE_SIZE:
-            raise NotImplementedError(
-                f"page_size must be {PAGE_SIZE}, the only page FlashMLA and DeepGEMM read on Hopper, "
-                f"got {self.page_size}"
-            )
         if self.tp_size % self.dcp_size:
             raise ValueError(
                 f"dcp_size must divide tp_size, since a DCP group is a slice of the TP ranks, got dcp_size "
                 f"{self.dcp_size} with tp_size {self.tp_size}; {_divisors(self.tp_size)} would work"
-            )
-        check_group_span(self.tp_size, self.attn_dp_size, self.dcp_size)
-        if self.mode == "cp" and self.attn_dp_size > 1:
-            raise NotImplementedError(
-                "attn_dp_size must be 1 in cp mode, where one prompt's tokens go to every rank, got "
-                f"{self.attn_dp_size}; --mode tp would work"
             )
         if self.mode == "cp" and self.dcp_size not in (1, self.tp_size):
             raise NotImplementedError(
@@ -139,28 +120,6 @@ class DcpConfig:
                 f"({shape.num_heads} heads, tp_size {self.tp_size}, dcp_size {self.dcp_size}); a larger tp_size, or a "
                 "smaller dcp_size, would work"
             )
-
-
-def check_group_span(tp_size: int, attn_dp_size: int, dcp_size: int) -> None:
-    """Refuse a DCP group that would straddle two attention-data-parallel shards, whose requests differ.
-
-    Args:
-        tp_size: ranks, attention-data-parallel shards included.
-        attn_dp_size: shards; each spans `attn_tp_size * attn_cp_size = tp_size / attn_dp_size` consecutive ranks.
-        dcp_size: ranks of a DCP group, consecutive too.
-
-    Raises:
-        ValueError: it would straddle, or the shards do not divide the ranks.
-    """
-    if tp_size % attn_dp_size:
-        raise ValueError(f"attn_dp_size must divide tp_size {tp_size}, got {attn_dp_size}")
-    span = tp_size // attn_dp_size
-    if span % dcp_size:
-        raise ValueError(
-            f"dcp_size must divide the {span} ranks of one attention-DP shard (attn_tp_size * attn_cp_size), or a DCP "
-            f"group would straddle two shards that serve different requests, got {dcp_size}; {_divisors(span)} would "
-            "work"
-        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-STRATEGIES = ("interleave", "zigzag")
+from nsa_dcp.choices import CP_STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def split_tokens(extend_lens: list[int], cp_size: int, strategy: str) -> list[to
     Raises:
         ValueError: the strategy is unknown, or cannot split this chunk (ask `can_split` first).
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"cp_strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    if strategy not in CP_STRATEGIES:
+        raise ValueError(f"cp_strategy must be one of {', '.join(CP_STRATEGIES)}, got {strategy!r}")
     if not can_split(extend_lens, cp_size, strategy):
         raise ValueError(f"extend_lens must be splittable by {strategy} over {cp_size} ranks, got {extend_lens}")
     if strategy == "interleave":

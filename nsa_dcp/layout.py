@@ -1,7 +1,6 @@
-"""Who owns which token: pure index math, the one place where a slot is filtered *and* divided.
+"""Who owns which token, in pages and lengths: pure index math. One slot is filtered *and* divided by `localize_topk`.
 
-    owner(slot) = slot // interleave_size % dcp_size
-    row(slot)   = slot // (interleave_size * dcp_size) * interleave_size + slot % interleave_size
+    owner(slot) = slot % dcp_size,    row(slot) = slot // dcp_size
 
 The allocator hands out widened pages of `page_size * dcp_size` slots, so a page starts at a multiple of that and
 `slot % dcp_size == position % dcp_size`: ownership can be told from a position or from a slot. A widened page is one
@@ -12,26 +11,6 @@ import torch
 
 from nsa_dcp_kernels import look_up_slots
 from nsa_dcp_kernels.kv_format import PAGE_SIZE
-from nsa_dcp_kernels.reference import slot_rows
-
-
-def owner_of(slots: torch.Tensor, dcp_size: int, interleave_size: int = 1) -> torch.Tensor:
-    """Return the rank that owns each slot (or position).
-
-    Args:
-        slots: any shape, integer. A negative entry is "none".
-        dcp_size: ranks in the group.
-        interleave_size: consecutive slots on one rank before the next rank's turn.
-
-    Returns:
-        Same shape and dtype; -1 for "none".
-    """
-    return torch.where(slots >= 0, slots // interleave_size % dcp_size, -1)
-
-
-def row_of(slots: torch.Tensor, dcp_size: int, interleave_size: int = 1) -> torch.Tensor:
-    """Return the row of each slot (or position) in its owner's cache (or among its owner's tokens). -1 for "none"."""
-    return torch.where(slots >= 0, slot_rows(slots, dcp_size, interleave_size), -1)
 
 
 def local_seq_lens(seq_lens: torch.Tensor, dcp_size: int, dcp_rank: int, interleave_size: int = 1) -> torch.Tensor:
@@ -39,7 +18,8 @@ def local_seq_lens(seq_lens: torch.Tensor, dcp_size: int, dcp_rank: int, interle
 
     Args:
         seq_lens: [B] integer, tokens per sequence.
-        dcp_size, dcp_rank, interleave_size: the rank's place.
+        dcp_size, dcp_rank: the rank's place.
+        interleave_size: consecutive tokens on one rank before the next rank's turn; 1 wherever this package serves.
 
     Returns:
         [B], dtype of `seq_lens`. Over all ranks they sum to `seq_lens`.

@@ -1,7 +1,27 @@
-# Sourced by the serve_*.sh scripts, which set MODEL, PRESET and the array COMMAND. Takes the script's own arguments:
+# Sourced by the serve_*.sh scripts, which set their parameters and the array MODE_FLAGS. Takes the script's own arguments:
 #   --dry-run   print the command and stop; every other word is appended to it (the last of two equal flags wins).
 # Either way `nsa-dcp doctor` judges the command first, and a command that it refuses is neither printed nor run.
 
+COMMAND=(
+  python3 -m sglang.launch_server
+  --model-path "$MODEL"
+  --quantization "$QUANTIZATION"
+  --disable-shared-experts-fusion
+  "${MODE_FLAGS[@]}"
+  --kv-cache-dtype "$KV_CACHE_DTYPE"
+  --reasoning-parser glm45
+  --tool-call-parser glm47
+  --chunked-prefill-size "$CHUNKED_PREFILL_SIZE"
+  --max-running-requests "$MAX_RUNNING_REQUESTS"
+  --page-size 64
+  --mem-fraction-static "$MEM_FRACTION_STATIC"
+  --trust-remote-code
+  --attention-backend nsa
+  --dsa-prefill-backend flashmla_kv
+  --dsa-decode-backend flashmla_kv
+  --host "$HOST"
+  --port "$PORT"
+)
 dry_run=false
 for word in "$@"; do
   if [[ $word == --dry-run ]]; then dry_run=true; else COMMAND+=("$word"); fi

@@ -19,11 +19,7 @@ HOST=127.0.0.1         # loopback; put a proxy with authentication in front befo
 PORT=30100
 # ------------------------------------------------------------------------------
 
-COMMAND=(
-  python3 -m sglang.launch_server
-  --model-path "$MODEL"
-  --quantization "$QUANTIZATION"
-  --disable-shared-experts-fusion
+MODE_FLAGS=(
   --tp "$TP_SIZE"
   --attn-cp-size "$CP_SIZE"
   --enable-prefill-cp
@@ -31,18 +27,5 @@ COMMAND=(
   --enable-cp-decode-attn-tp
   --dcp-size "$CP_SIZE"
   --dcp-comm-backend "$DCP_COMM_BACKEND"
-  --kv-cache-dtype "$KV_CACHE_DTYPE"
-  --reasoning-parser glm45
-  --tool-call-parser glm47
-  --chunked-prefill-size "$CHUNKED_PREFILL_SIZE"
-  --max-running-requests "$MAX_RUNNING_REQUESTS"
-  --page-size 64
-  --mem-fraction-static "$MEM_FRACTION_STATIC"
-  --trust-remote-code
-  --attention-backend nsa
-  --dsa-prefill-backend flashmla_kv
-  --dsa-decode-backend flashmla_kv
-  --host "$HOST"
-  --port "$PORT"
 )
 source "$(dirname "${BASH_SOURCE[0]}")/launch_checked.sh" "$@"

@@ -87,7 +87,7 @@ def attend_sparse(
     """As the public function, on a GPU: rows are compacted first, as holes may stand anywhere."""
     from nsa_dcp_kernels._triton.localize import localize_topk
 
-    rows, length = localize_topk(topk_rows, 1, 0, 1, limit=topk_length)
+    rows, length = localize_topk(topk_rows, 1, 0, limit=topk_length)
     return attend_compact(q, kv_rows, rows, length, sm_scale, {}, None)
 
 

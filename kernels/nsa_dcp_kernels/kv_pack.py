@@ -75,7 +75,6 @@ def scatter_latent_(
     slots: torch.Tensor,
     dcp_size: int,
     dcp_rank: int,
-    interleave_size: int = 1,
 ) -> None:
     """Write new tokens' latents into the rows that one rank owns; the others' tokens leave no trace.
 
@@ -84,7 +83,7 @@ def scatter_latent_(
         k_nope: [T, 512]. The whole step's tokens, on every rank.
         k_rope: [T, 64].
         slots: [T] int32 or int64. A negative slot is skipped; no two may be equal.
-        dcp_size, dcp_rank, interleave_size: this rank's place, as in `localize_topk`.
+        dcp_size, dcp_rank: this rank's place, as in `localize_topk`.
 
     Raises:
         ValueError: a shape, a dtype or the rank is not as above.
@@ -93,12 +92,12 @@ def scatter_latent_(
     width = LATENT_BYTES if cache.dtype == torch.uint8 else LATENT_DIM
     check_tensor(cache, "cache", (None, width), (torch.uint8, *_INPUTS), like=k_nope)
     check_tensor(slots, "slots", (k_nope.shape[0],), _SLOTS, like=k_nope)
-    check_rank(dcp_size, dcp_rank, interleave_size)
+    check_rank(dcp_size, dcp_rank)
     if cache.is_cuda:
         from nsa_dcp_kernels._triton.kv_pack import scatter_latent_ as launch
 
-        return launch(cache, k_nope, k_rope, slots, dcp_size, dcp_rank, interleave_size)
-    return reference.scatter_latent_(cache, k_nope, k_rope, slots, dcp_size, dcp_rank, interleave_size)
+        return launch(cache, k_nope, k_rope, slots, dcp_size, dcp_rank)
+    return reference.scatter_latent_(cache, k_nope, k_rope, slots, dcp_size, dcp_rank)
 
 
 def scatter_index_keys_(

@@ -60,12 +60,12 @@ def localize_topk(
     return rows.gather(-1, order), owned.sum(-1, dtype=torch.int32)
 
 
-def owned_slots(slots: torch.Tensor, dcp_size: int, dcp_rank: int, interleave_size: int) -> torch.Tensor:
+def owned_slots(slots: torch.Tensor, dcp_size: int, dcp_rank: int, interleave_size: int = 1) -> torch.Tensor:
     # The sign is tested on its own: in Python -1 % N is N - 1, and the last rank would own the padding.
     return (slots >= 0) & ((slots // interleave_size) % dcp_size == dcp_rank)
 
 
-def slot_rows(slots: torch.Tensor, dcp_size: int, interleave_size: int) -> torch.Tensor:
+def slot_rows(slots: torch.Tensor, dcp_size: int, interleave_size: int = 1) -> torch.Tensor:
     return slots // (interleave_size * dcp_size) * interleave_size + slots % interleave_size
 
 
@@ -140,10 +140,9 @@ def scatter_latent_(
     slots: torch.Tensor,
     dcp_size: int,
     dcp_rank: int,
-    interleave_size: int,
 ) -> None:
-    owned = owned_slots(slots, dcp_size, dcp_rank, interleave_size)
-    rows = slot_rows(slots[owned], dcp_size, interleave_size).long()
+    owned = owned_slots(slots, dcp_size, dcp_rank)
+    rows = slot_rows(slots[owned], dcp_size).long()
     k_nope, k_rope = k_nope[owned], k_rope[owned]
     if cache.dtype == torch.uint8:
         cache[rows] = pack_latent(k_nope, k_rope)
@@ -157,7 +156,7 @@ def scatter_latent_(
 def scatter_index_keys_(
     cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, dcp_size: int = 1, dcp_rank: int = 0
 ) -> None:
-    owned = owned_slots(slots, dcp_size, dcp_rank, 1)
+    owned = owned_slots(slots, dcp_size, dcp_rank)
     rows, keys = slots[owned].long() // dcp_size, keys[owned]
     if cache.dtype != torch.uint8:
         cache[rows] = keys.to(cache.dtype)

@@ -51,16 +51,14 @@ def count_parts(num_sms: int, h_q: int) -> int:
     return parts
 
 
-def plan_sparse(
-    topk_slots: torch.Tensor, dcp_size: int, dcp_rank: int, h_q: int, num_sms: int, interleave_size: int = 1
-) -> SparsePlan:
+def plan_sparse(topk_slots: torch.Tensor, dcp_size: int, dcp_rank: int, h_q: int, num_sms: int) -> SparsePlan:
     """Plan one launch over the slots that one rank owns.
 
     On a GPU: two launches, no host synchronisation, nothing allocated but what is returned.
 
     Args:
         topk_slots: [T, K] int32, K a multiple of 64, T at most twice the parts. As in `localize_topk`.
-        dcp_size, dcp_rank, interleave_size: as in `localize_topk`.
+        dcp_size, dcp_rank: as in `localize_topk`.
         h_q: query heads after padding, 64 or 128.
         num_sms: multiprocessors of the device.
 
@@ -71,27 +69,27 @@ def plan_sparse(
         ValueError: a shape, a dtype, the rank or `h_q` is not as above.
     """
     check_tensor(topk_slots, "topk_slots", (None, None), torch.int32)
-    check_rank(dcp_size, dcp_rank, interleave_size)
+    check_rank(dcp_size, dcp_rank)
     parts = count_parts(num_sms, h_q)
     num_tokens, width = topk_slots.shape
     check(width > 0 and width % BLOCK == 0, "topk_slots", f"be a multiple of {BLOCK} wide", width)
     check(num_tokens <= 2 * parts, "topk_slots", f"have at most {2 * parts} rows for {parts} parts", num_tokens)
-    rows, length, plans = localize_and_plan(topk_slots, dcp_size, dcp_rank, interleave_size, parts)
+    rows, length, plans = localize_and_plan(topk_slots, dcp_size, dcp_rank, parts)
     return plans[0] if plans else _idle_plan(rows, length, parts)
 
 
 def localize_and_plan(
-    topk_slots: torch.Tensor, dcp_size: int, dcp_rank: int, interleave_size: int, parts: int
+    topk_slots: torch.Tensor, dcp_size: int, dcp_rank: int, parts: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[SparsePlan]]:
     """`localize_topk`, then `plan_rows` on what it returns. On a GPU the two launches overlap."""
     if not topk_slots.is_cuda or not topk_slots.shape[0]:
-        rows, length = localize_topk(topk_slots, dcp_size, dcp_rank, interleave_size)
+        rows, length = localize_topk(topk_slots, dcp_size, dcp_rank)
         return rows, length, plan_rows(rows, length, parts)
     check_tensor(topk_slots, "topk_slots", (None, None), torch.int32)
-    check_rank(dcp_size, dcp_rank, interleave_size)
+    check_rank(dcp_size, dcp_rank)
     from nsa_dcp_kernels._triton.localize import localize_topk as launch
 
-    rows, length = launch(topk_slots, dcp_size, dcp_rank, interleave_size, plan_follows=True)
+    rows, length = launch(topk_slots, dcp_size, dcp_rank, plan_follows=True)
     return rows, length, plan_rows(rows, length, parts, after_localize=True)
 
 

@@ -28,17 +28,12 @@ class LocalSelection:
 
 
 def localize_selection(
-    topk_slots: torch.Tensor,
-    dcp_size: int,
-    dcp_rank: int,
-    interleave_size: int = 1,
-    *,
-    planned_heads: int | None = None,
+    topk_slots: torch.Tensor, dcp_size: int, dcp_rank: int, *, planned_heads: int | None = None
 ) -> LocalSelection:
     """Prepare a selection for `attend_selection`.
 
     Args:
-        topk_slots, dcp_size, dcp_rank, interleave_size: as in `localize_topk`.
+        topk_slots, dcp_size, dcp_rank: as in `localize_topk`.
         planned_heads: query heads of the layers that will attend, where their caches are packed. On a GPU, the plan of
             a selection that one launch holds is then made here, overlapped with the localisation; otherwise by the
             first layer.
@@ -56,8 +51,8 @@ def localize_selection(
         parts = count_parts(count_sms(topk_slots.device), heads)
         later = num_tokens > 2 * parts or not planning_pays(num_tokens, heads, dcp_size)
     if later:
-        return LocalSelection(*localize_topk(topk_slots, dcp_size, dcp_rank, interleave_size), dcp_size)
-    rows, length, plans = localize_and_plan(topk_slots, dcp_size, dcp_rank, interleave_size, parts)
+        return LocalSelection(*localize_topk(topk_slots, dcp_size, dcp_rank), dcp_size)
+    rows, length, plans = localize_and_plan(topk_slots, dcp_size, dcp_rank, parts)
     selection = LocalSelection(rows, length, dcp_size)
     selection.plans[heads] = plans
     return selection

@@ -100,7 +100,7 @@ def write_tiny_checkpoint(name: str, seed: int, cache_dir: Path | None = None, *
     try:
         disable_progress_bar()
         model.save_pretrained(partial)
-        _tokenizer(fields).save_pretrained(partial)
+        _tokenizer().save_pretrained(partial)
         partial.chmod(0o755)
         partial.rename(directory)
     except OSError:
@@ -112,7 +112,7 @@ def write_tiny_checkpoint(name: str, seed: int, cache_dir: Path | None = None, *
     return directory
 
 
-def _tokenizer(fields: dict) -> Any:
+def _tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     with importlib.resources.as_file(importlib.resources.files("nsa_dcp.hf") / "tiny_tokenizer.json") as path:

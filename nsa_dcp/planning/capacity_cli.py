@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nsa_dcp.choices import COMM_BACKENDS
 from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
 from nsa_dcp.planning import capacity
 from nsa_dcp.planning.card_table import USUAL_REQUESTS, cards_as_dict, format_cards, most_beside, plan_cards
@@ -274,7 +275,7 @@ def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
         "--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256], help="requests of a decode step"
     )
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 131072], help="tokens of each request")
-    parser.add_argument("--dcp-comm-backend", choices=step_model.COMM_BACKENDS, default="a2a")
+    parser.add_argument("--dcp-comm-backend", choices=COMM_BACKENDS, default="a2a")
     parser.add_argument(
         "--dcp-replicate-q-proj", action=argparse.BooleanOptionalAction, help="default: on with a2a, as in sglang"
     )

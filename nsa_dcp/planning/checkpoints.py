@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from nsa_dcp.planning.budget import GIB, require_positive
 from nsa_dcp.planning.dimensions import ModelDims
-from nsa_dcp.planning.served_format import INDEX_HEAD_DIM, MOST_SMS
+from nsa_dcp.planning.served_format import MOST_SMS
+from nsa_dcp.planning.weight_counts import count_weights
 
 _BF16, _FP8 = 2.0, 1.0
 # Four bits, and a bfloat16 scale for every 128 weights.
@@ -56,15 +57,6 @@ CARDS = (
     Card("H20 96", 94.0, 78),
     Card("H20 141", 139.0, 78),
 )
-_COUNTED: tuple[str, ...] = (
-    "hidden_size",
-    "q_lora_rank",
-    "qk_nope_head_dim",
-    "v_head_dim",
-    "index_n_heads",
-    "vocab_size",
-)
-_COUNTED += ("intermediate_size", "moe_intermediate_size", "n_routed_experts")
 # The middle of what published commands for these models give.
 USUAL_FRACTION = 0.85
 
@@ -75,23 +67,14 @@ def weights_gib(model: ModelDims, expert_bytes: float, tp_size: int, dcp_size: i
     ValueError: the model lacks dimensions, or a size is not a positive integer.
     """
     require_positive(tp_size=tp_size, dcp_size=dcp_size)
-    missing = [name for name in _COUNTED if getattr(model, name) is None]
-    if missing:
-        raise ValueError(f"config must have {', '.join(missing)} to count weights, got a config without")
-    hidden, q_rank, nope, value, index_heads, vocabulary, dense_width, expert_width, experts = (
-        getattr(model, name) for name in _COUNTED
-    )
-    heads, layers = model.num_attention_heads, model.num_hidden_layers
-    moe_layers = layers - min(model.first_k_dense_replace or 0, layers)
-    query = _FP8 * q_rank * heads * (nope + model.qk_rope_head_dim)
+    c, layers = count_weights(model), model.num_hidden_layers
     # sglang takes the latent's projection apart when it has loaded it: bfloat16, one half on either side.
-    query += _BF16 * model.kv_lora_rank * heads * nope
-    output = (_FP8 * hidden + _BF16 * model.kv_lora_rank) * heads * value
-    whole = _FP8 * hidden * (q_rank + model.latent_dim)
-    indexer = _FP8 * (index_heads * INDEX_HEAD_DIM * q_rank + hidden * INDEX_HEAD_DIM) + _BF16 * hidden * index_heads
-    routed = expert_bytes * experts + _FP8 * (model.n_shared_experts or 0)
-    total = layers * (whole + query * dcp_size / tp_size + output / tp_size) + len(model.indexer_layers) * indexer
-    total += (layers - moe_layers) * _FP8 * 3 * hidden * dense_width / tp_size
-    total += moe_layers * (routed * 3 * hidden * expert_width / tp_size + _BF16 * hidden * experts)
-    total += 2 * _BF16 * hidden * vocabulary / tp_size
+    query = _FP8 * c.query + _BF16 * c.latent_keys
+    output = _FP8 * c.output + _BF16 * c.latent_values
+    routed = expert_bytes * c.experts + _FP8 * c.shared_experts
+    total = layers * (_FP8 * c.low_rank + query * dcp_size / tp_size + output / tp_size)
+    total += len(model.indexer_layers) * (_FP8 * c.indexer + _BF16 * c.indexer_gate)
+    total += c.dense_layers * _FP8 * c.dense_mlp / tp_size
+    total += c.moe_layers * (routed * c.expert / tp_size + _BF16 * c.router)
+    total += 2 * _BF16 * c.vocabulary / tp_size
     return total / GIB

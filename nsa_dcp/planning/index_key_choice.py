@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
+from nsa_dcp.choices import INDEX_KEYS
 from nsa_dcp.planning.capacity import Plan
-from nsa_dcp.planning.served_format import INDEX_KEYS
 
 # A server's choice, for which sglang has no flag.
 INDEX_KEYS_VARIABLE = "NSA_DCP_INDEX_KEYS"

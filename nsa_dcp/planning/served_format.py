@@ -10,9 +10,6 @@ GLM, DEEPSEEK = "GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM"
 ARCHITECTURES = (GLM, DEEPSEEK)
 # Of which sglang cuts the attention weights for decode (`CP_DECODE_ATTN_TP_SUPPORTED_ARCHS`).
 SLICED_ARCHITECTURES = (GLM,)
-COMM_BACKENDS = ("a2a", "ag_rs")
-# Every token's on every rank, or each token's on the rank that owns its latents.
-INDEX_KEYS = ("replicated", "sharded")
 KV_CACHE_DTYPES = ("fp8_e4m3", "bfloat16")
 
 # Tokens of a page on one rank: of the pool, of the index-key cache and of FlashMLA.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa_dcp import comm
-from nsa_dcp.config import COMM_BACKENDS
+from nsa_dcp.choices import COMM_BACKENDS
 from nsa_dcp.launcher import RankError, run_ranks
 from nsa_dcp.testing.assertions import assert_bitwise_equal, assert_close
 from nsa_dcp.testing.cases import draw_partials

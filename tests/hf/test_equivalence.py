@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nsa_dcp import indexer
-from nsa_dcp.config import KV_CACHE_DTYPES, CacheConfig, DcpConfig
+from nsa_dcp.choices import KV_CACHE_DTYPES
+from nsa_dcp.config import CacheConfig, DcpConfig
 from nsa_dcp.hf.checkpoint import load_model
 from nsa_dcp.hf.engine import Engine
 from nsa_dcp.hf.ranks import Ranks

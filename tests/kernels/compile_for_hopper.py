@@ -90,9 +90,9 @@ def compile_merges() -> None:
 
 def compile_cache_writes() -> None:
     for dtype, num_tokens, slot_dtype, group in [
-        (torch.bfloat16, 1, torch.int32, (1, 0, 1)),
-        (torch.bfloat16, 128, torch.int64, (8, 7, 1)),
-        (torch.float32, 3, torch.int64, (3, 1, 64)),
+        (torch.bfloat16, 1, torch.int32, (1, 0)),
+        (torch.bfloat16, 128, torch.int64, (8, 7)),
+        (torch.float32, 3, torch.int64, (3, 1)),
     ]:
         k_nope, k_rope = torch.zeros(num_tokens, 512, dtype=dtype), torch.zeros(num_tokens, 64, dtype=dtype)
         kv_pack.unpack_latent(kv_pack.pack_latent(k_nope, k_rope))

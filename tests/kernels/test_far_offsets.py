@@ -75,6 +75,6 @@ def test_index_keys_and_latents_are_written_past_4_gib():
     assert read.unique().tolist() == [448.0]
     latents = untouched(8_000_000, 656, np.uint8)
     kv_pack.scatter_latent_(
-        latents, torch.full((1, 512), 448.0), torch.ones(1, 64), torch.tensor([7_999_999 * 8 + 5]), 8, 5, 1
+        latents, torch.full((1, 512), 448.0), torch.ones(1, 64), torch.tensor([7_999_999 * 8 + 5]), 8, 5
     )
     assert kv_pack.unpack_latent(latents[-1:])[0, ::511].tolist() == [448.0, 448.0]

@@ -9,7 +9,6 @@ import torch
 from nsa_dcp.testing.assertions import assert_bitwise_equal, assert_close
 from nsa_dcp.testing.cases import (
     DCP_SIZES,
-    INTERLEAVE_SIZES,
     POISON_BYTE,
     draw_latents,
     exact_latents,
@@ -69,12 +68,6 @@ def unpack_by_hand(packed: torch.Tensor) -> np.ndarray:
     scales = np.ascontiguousarray(rows[:, 512:528]).view(np.float32).repeat(128, axis=1)
     rope = (np.ascontiguousarray(rows[:, 528:]).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return np.concatenate([(decode_float8(rows[:, :512]) * scales).astype(np.float32), rope], axis=1)
-
-
-def owner_and_row(slot: int, dcp_size: int, interleave_size: int) -> tuple[int, int]:
-    """Deal blocks of interleave_size slots round robin: block b goes to rank b % N as that rank's block b // N."""
-    block, offset = divmod(slot, interleave_size)
-    return block % dcp_size, block // dcp_size * interleave_size + offset
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -178,9 +171,8 @@ def draw_slots(num_tokens: int, num_slots: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("interleave_size", INTERLEAVE_SIZES)
 @pytest.mark.parametrize("dcp_size", DCP_SIZES)
-def test_each_token_lands_once_on_its_owner_row_and_nowhere_else(dcp_size, interleave_size, slot_dtype):
+def test_each_token_lands_once_on_its_owner_row_and_nowhere_else(dcp_size, slot_dtype):
     """Filter and divide together: sgl-project/sglang 36989 and 36886 did one without the other.
 
     A negative slot means "another rank's token", not a write to the last row: vllm-project/vllm 50095.
@@ -188,7 +180,7 @@ def test_each_token_lands_once_on_its_owner_row_and_nowhere_else(dcp_size, inter
     num_rows, num_tokens = 128, 65
     k_nope, k_rope = draw_latents(num_tokens, torch.float32)
     slots = draw_slots(num_tokens, num_rows * dcp_size)
-    owners = [owner_and_row(slot, dcp_size, interleave_size) if slot >= 0 else (-1, -1) for slot in slots.tolist()]
+    owners = [divmod(slot, dcp_size)[::-1] if slot >= 0 else (-1, -1) for slot in slots.tolist()]
     packed = pack_latent(k_nope, k_rope)
     for rank in range(dcp_size):
         mine = [token for token, (owner, _) in enumerate(owners) if owner == rank]
@@ -200,14 +192,14 @@ def test_each_token_lands_once_on_its_owner_row_and_nowhere_else(dcp_size, inter
         expected, expected_plain = cache.clone(), plain.clone()
         expected[rows], expected_plain[rows] = packed[mine], torch.cat([k_nope, k_rope], dim=-1)[mine]
         for pool in (cache, plain):
-            scatter_latent_(pool, *latents, slots.to(slot_dtype), dcp_size, rank, interleave_size)
+            scatter_latent_(pool, *latents, slots.to(slot_dtype), dcp_size, rank)
         assert_bitwise_equal(cache, expected, f"rank {rank}")
         assert_bitwise_equal(plain, expected_plain, f"rank {rank}")
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize(("dcp_size", "interleave_size"), [(1, 1), (2, 64), (3, 2), (8, 1)], ids=str)
-def test_kernel_scatters_as_the_reference_does(dcp_size, interleave_size, slot_dtype, device):
+@pytest.mark.parametrize("dcp_size", [1, 2, 3, 8])
+def test_kernel_scatters_as_the_reference_does(dcp_size, slot_dtype, device):
     num_rows, num_tokens = 64, 21
     k_nope, k_rope = exact_latents(num_tokens)
     slots = draw_slots(num_tokens, num_rows * dcp_size).to(slot_dtype)
@@ -216,7 +208,7 @@ def test_kernel_scatters_as_the_reference_does(dcp_size, interleave_size, slot_d
             width = 656 if cache_dtype == torch.uint8 else 576
             cache = poisoned(num_rows, width, dtype=cache_dtype, device=device)
             expected = cache.cpu().clone()
-            args = (dcp_size, rank, interleave_size)
+            args = (dcp_size, rank)
             kernels.scatter_latent_(cache, k_nope.to(device), k_rope.to(device), slots.to(device), *args)
             reference.scatter_latent_(expected, k_nope, k_rope, slots, *args)
             assert_bitwise_equal(cache, expected, f"rank {rank}, {cache_dtype}")
@@ -226,7 +218,7 @@ def test_kernel_takes_the_two_halves_of_one_projection(device):
     both = torch.cat(exact_latents(9), dim=-1).bfloat16()
     k_nope, k_rope = both.to(device)[:, :512], both.to(device)[:, 512:]
     cache = poisoned(9, 656, dtype=torch.uint8, device=device)
-    kernels.scatter_latent_(cache, k_nope, k_rope, torch.arange(9, device=device), 1, 0, 1)
+    kernels.scatter_latent_(cache, k_nope, k_rope, torch.arange(9, device=device), 1, 0)
     assert_bitwise_equal(cache, reference.pack_latent(both[:, :512], both[:, 512:]))
     assert_bitwise_equal(kernels.pack_latent(k_nope, k_rope), cache)
 
@@ -237,7 +229,7 @@ def test_scattering_twenty_times_writes_the_same_bytes(device):
     first = kernels.pack_latent(k_nope, k_rope)
     for _ in range(20):
         cache = poisoned(9, 656, dtype=torch.uint8, device=device)
-        kernels.scatter_latent_(cache, k_nope, k_rope, slots, 2, 0, 1)
+        kernels.scatter_latent_(cache, k_nope, k_rope, slots, 2, 0)
         assert_bitwise_equal(cache, first)
 
 
@@ -247,7 +239,7 @@ def test_rows_past_two_gib_are_written_and_gathered_in_their_place(device):
     cache = torch.zeros(num_rows, 656, dtype=torch.uint8, device=device)
     latents = exact_latents(2)
     rows = torch.tensor([num_rows - 1, num_rows - 64], device=device)
-    kernels.scatter_latent_(cache, *(latent.to(device) for latent in latents), rows * 8 + 5, 8, 5, 1)
+    kernels.scatter_latent_(cache, *(latent.to(device) for latent in latents), rows * 8 + 5, 8, 5)
     expected = reference.pack_latent(*latents)
     assert_bitwise_equal(cache[rows], expected)
     page = gather_pages(cache, torch.tensor([num_rows // 64 - 1], dtype=torch.int32, device=device), 64)
@@ -269,7 +261,7 @@ def test_no_tokens_and_no_owned_tokens_write_nothing(device):
         for slots in ([], [-1, -5, -1], [1, 3, 5]):
             cache = poisoned(4, 656, dtype=torch.uint8, device=device)
             latents = torch.ones(len(slots), 512, device=device), torch.ones(len(slots), 64, device=device)
-            module.scatter_latent_(cache, *latents, torch.tensor(slots, dtype=torch.int64, device=device), 2, 0, 1)
+            module.scatter_latent_(cache, *latents, torch.tensor(slots, dtype=torch.int64, device=device), 2, 0)
             assert bool((cache == POISON_BYTE).all()), slots
         assert module.pack_latent(*(latent[:0] for latent in latents)).shape == (0, 656)
         assert module.unpack_latent(cache[:0]).shape == (0, 576)
@@ -285,7 +277,6 @@ def test_no_tokens_and_no_owned_tokens_write_nothing(device):
         ("slots", torch.zeros(2), "slots must have dtype int32 or int64, got float32"),
         ("dcp_rank", 2, r"dcp_rank must be in \[0, 2\), got 2"),
         ("dcp_size", 0, "dcp_size must be at least 1, got 0"),
-        ("interleave_size", 0, "interleave_size must be at least 1, got 0"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
@@ -297,7 +288,6 @@ def test_wrong_arguments_are_named(argument, value, message):
         "slots": torch.zeros(2, dtype=torch.int64),
         "dcp_size": 2,
         "dcp_rank": 0,
-        "interleave_size": 1,
         argument: value,
     }
     with pytest.raises(ValueError, match=message):

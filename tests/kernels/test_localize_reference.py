@@ -69,6 +69,27 @@ def test_each_slot_has_one_owner_and_keeps_its_place_in_the_order(selection, gro
 
 
 @settings(max_examples=40)
+@given(st.lists(st.integers(0, POISON_INT), unique=True, min_size=1), groups)
+def test_owner_and_row_name_one_slot_each_over_the_whole_range(slots, group):
+    found = []
+    for rank in range(group[0]):
+        rows, length = localize_topk(torch.tensor([slots], dtype=torch.int32), group[0], rank, group[1])
+        found += [slot_of(row, group[0], rank, group[1]) for row in rows[0, : length[0]].tolist()]
+    assert sorted(found) == sorted(slots)
+
+
+@pytest.mark.parametrize("interleave_size", INTERLEAVE_SIZES)
+@pytest.mark.parametrize("dcp_size", DCP_SIZES)
+def test_none_has_no_owner_and_no_row(dcp_size, interleave_size):
+    """-1 % N is N - 1 in Python: padding would fall to the last rank. Source: deepseek-ai/FlashMLA 109."""
+    slots = torch.tensor([[-1, 0], [-7, -(2**31)]], dtype=torch.int32)
+    for rank in range(dcp_size):
+        rows, length = localize_topk(slots, dcp_size, rank, interleave_size)
+        assert length.tolist() == [int(rank == 0), 0]
+        assert rows.tolist() == [[0 if rank == 0 else -1, -1], [-1, -1]]
+
+
+@settings(max_examples=40)
 @given(groups, st.integers(1, 300))
 def test_consecutive_slots_spread_evenly_over_rows_without_gaps(group, num_slots):
     """A rank's rows of slots 0 .. n-1 are 0 .. m-1: no row is skipped, none used twice."""

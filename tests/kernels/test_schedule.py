@@ -171,14 +171,6 @@ def test_plan_keeps_what_a_rank_owns(width, dcp_size):
         check_plan(plan, rows, 9 + rank)
 
 
-def test_plan_follows_interleaved_ownership():
-    slots = draw_selection(9, 128, 900)
-    plan = plan_sparse(slots, 3, 2, 128, 10, interleave_size=16)
-    rows, length = localize_topk(slots, 3, 2, 16)
-    assert_bitwise_equal(plan.length, length)
-    check_plan(plan, rows, 5)
-
-
 def test_more_rows_than_a_launch_holds_become_several_launches():
     rows, length = compact_rows([100, 0, 640, 64, 65, 1, 2] * 3, 640)
     plans = plan_rows(rows, length, 4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa_dcp.testing.assertions import assert_bitwise_equal, assert_close, assert_lse_close
-from nsa_dcp.testing.cases import DCP_SIZES, INTERLEAVE_SIZES, ODD_SIZES, POISON_INT, draw_selection, poisoned
+from nsa_dcp.testing.cases import DCP_SIZES, ODD_SIZES, POISON_INT, draw_selection, poisoned
 from nsa_dcp_kernels import (
     attend_selection,
     attend_sparse,
@@ -44,14 +44,14 @@ def draw_queries(num_tokens: int, num_heads: int, dtype: torch.dtype) -> torch.T
     return torch.randn(num_tokens, num_heads, 576, dtype=torch.float64).to(dtype)
 
 
-def fill_rank_caches(latents: torch.Tensor, slots: torch.Tensor, dcp_size: int, interleave_size: int, packed: bool):
+def fill_rank_caches(latents: torch.Tensor, slots: torch.Tensor, dcp_size: int, packed: bool):
     """Scatter every token to the rank that owns it; each rank's other rows are NaN."""
     num_rows = 128
     caches = []
     for rank in range(dcp_size):
         shape, dtype = ((num_rows, 656), torch.uint8) if packed else ((num_rows, 576), latents.dtype)
         cache = poisoned(*shape, dtype=dtype)
-        scatter_latent_(cache, latents[:, :512], latents[:, 512:], slots, dcp_size, rank, interleave_size)
+        scatter_latent_(cache, latents[:, :512], latents[:, 512:], slots, dcp_size, rank)
         caches.append(cache)
     return caches
 
@@ -80,9 +80,8 @@ def test_attention_is_softmax_over_the_selected_rows(width, q_dtype, cache_dtype
     assert_bitwise_equal(lse[1], torch.full((3,), -math.inf))
 
 
-@pytest.mark.parametrize("interleave_size", INTERLEAVE_SIZES)
 @pytest.mark.parametrize("dcp_size", DCP_SIZES)
-def test_partials_of_all_ranks_merge_to_attention_over_all_tokens(dcp_size, interleave_size):
+def test_partials_of_all_ranks_merge_to_attention_over_all_tokens(dcp_size):
     """Partition and merge together (sgl-project/sglang 37487), ranks that own nothing of a row or at all among them."""
     num_slots = 128 * dcp_size
     slots = torch.randperm(num_slots)[:100]
@@ -94,8 +93,8 @@ def test_partials_of_all_ranks_merge_to_attention_over_all_tokens(dcp_size, inte
     selection[2, 17] = slots[0].to(torch.int32)
     q = draw_queries(6, 2, torch.float64)
     partials = [
-        attend_selection(q, cache, localize_selection(selection, dcp_size, rank, interleave_size), SM_SCALE)
-        for rank, cache in enumerate(fill_rank_caches(latents, slots, dcp_size, interleave_size, packed=False))
+        attend_selection(q, cache, localize_selection(selection, dcp_size, rank), SM_SCALE)
+        for rank, cache in enumerate(fill_rank_caches(latents, slots, dcp_size, packed=False))
     ]
     out, lse = merge_partials(*(torch.stack(tensors) for tensors in zip(*partials)))
     expected, expected_lse = attend_by_formula(q, dict(zip(slots.tolist(), latents)), selection.tolist())
@@ -111,7 +110,7 @@ def test_packed_partials_merge_to_attention_over_the_dequantised_tokens(dcp_size
     q = draw_queries(4, 2, torch.float32)
     partials = [
         attend_sparse(q, cache, *localize_topk(selection, dcp_size, rank), SM_SCALE)
-        for rank, cache in enumerate(fill_rank_caches(latents, slots, dcp_size, 1, packed=True))
+        for rank, cache in enumerate(fill_rank_caches(latents, slots, dcp_size, packed=True))
     ]
     out, lse = merge_partials(*(torch.stack(tensors) for tensors in zip(*partials)))
     values = unpack_latent(pack_latent(latents[:, :512], latents[:, 512:]))

@@ -31,9 +31,11 @@ def test_every_documented_flag_is_one_that_sglang_takes(parser):
 
 @pytest.mark.parametrize("script", ["serve_tp.sh", "serve_tp_dcp.sh", "serve_cp_dcp.sh"])
 def test_sglang_reads_the_command_of_every_serve_script(parser, script):
-    text = (ROOT / "scripts" / script).read_text()
+    text, body = ((ROOT / "scripts" / name).read_text() for name in (script, "launch_checked.sh"))
     parameters = dict(re.findall(r"^([A-Z_]+)=([^\s(]+)", text, re.MULTILINE))
-    words = re.search(r"COMMAND=\((.*?)\n\)", text, re.DOTALL).group(1).split()[3:]
+    own = re.search(r"MODE_FLAGS=\((.*?)\)", text, re.DOTALL).group(1)
+    command = re.search(r"COMMAND=\((.*?)\n\)", body, re.DOTALL).group(1)
+    words = command.replace('"${MODE_FLAGS[@]}"', own).split()[3:]
     arguments = [parameters[word.strip('"$')] if word.startswith('"$') else word for word in words]
     read = parser.parse_args(arguments)
     assert (read.tp_size, read.page_size, read.attention_backend) == (8, 64, "nsa")

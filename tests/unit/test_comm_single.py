@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa_dcp import comm
-from nsa_dcp.config import COMM_BACKENDS
+from nsa_dcp.choices import COMM_BACKENDS
 from nsa_dcp.cp_dcp import gather_rows, localize_gathered, plan_pages
 from nsa_dcp.layout import slots_at
 from nsa_dcp.testing.assertions import assert_bitwise_equal
@@ -55,7 +55,7 @@ def test_an_empty_partial_of_a_group_of_one_gives_zeros(backend, marker, content
 
 
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match=r"^dcp_comm_backend must be one of ag_rs, a2a, got 'ring'$"):
+    with pytest.raises(ValueError, match=r"^dcp_comm_backend must be one of a2a, ag_rs, got 'ring'$"):
         comm.merge_heads(torch.zeros(1, 1, 8), torch.zeros(1, 1), None, "ring")
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from nsa_dcp.config import ARCHITECTURES, CacheConfig, DcpConfig, ModelShape, check_group_span
+from nsa_dcp.config import ARCHITECTURES, CacheConfig, DcpConfig, ModelShape
 
 GLM = {
     "architecture": "GlmMoeDsaForCausalLM",
@@ -45,40 +45,14 @@ def refusal(message):
             id="dcp-larger-than-tp",
         ),
         pytest.param(
-            {"tp_size": 8, "dcp_size": 4, "attn_dp_size": 4},
-            ValueError,
-            "dcp_size must divide the 2 ranks of one attention-DP shard (attn_tp_size * attn_cp_size), or a DCP group "
-            "would straddle two shards that serve different requests, got 4; 1, 2 would work",
-            id="dcp-straddles-attention-dp-shards",
-        ),
-        pytest.param(
-            {"tp_size": 8, "attn_dp_size": 3},
-            ValueError,
-            "attn_dp_size must divide tp_size 8, got 3",
-            id="attention-dp-does-not-divide-tp",
-        ),
-        pytest.param(
             {"tp_size": 4, "dcp_size": 2, "mode": "cp"},
             NotImplementedError,
             "dcp_size must equal the context-parallel size in cp mode, got dcp_size 2 with 4 context-parallel ranks; "
             "use --dcp-size 4, or --mode tp",
             id="cp-with-a-smaller-dcp",
         ),
-        pytest.param(
-            {"page_size": 32},
-            NotImplementedError,
-            "page_size must be 64, the only page FlashMLA and DeepGEMM read on Hopper, got 32",
-            id="page-size-32",
-        ),
-        pytest.param(
-            {"page_size": 128},
-            NotImplementedError,
-            "page_size must be 64, the only page FlashMLA and DeepGEMM read on Hopper, got 128",
-            id="page-size-128",
-        ),
         pytest.param({"tp_size": 0}, ValueError, "tp_size must be at least 1, got 0", id="no-ranks"),
         pytest.param({"dcp_size": -1}, ValueError, "dcp_size must be at least 1, got -1", id="negative-dcp"),
-        pytest.param({"attn_dp_size": 0}, ValueError, "attn_dp_size must be at least 1, got 0", id="no-shards"),
         pytest.param({"mode": "pp"}, ValueError, "mode must be one of tp, cp, got 'pp'", id="mode"),
         pytest.param(
             {"cp_strategy": "ring"},
@@ -89,7 +63,7 @@ def refusal(message):
         pytest.param(
             {"dcp_comm_backend": "nccl"},
             ValueError,
-            "dcp_comm_backend must be one of ag_rs, a2a, got 'nccl'",
+            "dcp_comm_backend must be one of a2a, ag_rs, got 'nccl'",
             id="comm-backend",
         ),
         pytest.param(
@@ -101,7 +75,7 @@ def refusal(message):
     ],
 )
 def test_a_deployment_that_cannot_work_is_refused(fields, error, message):
-    """Sources: sgl-project/sglang DESIGN-5 (only tp % dcp was checked), vllm-project/vllm 53635 (page size)."""
+    """Sources: sgl-project/sglang DESIGN-5 (only tp % dcp was checked)."""
     with pytest.raises(error, match=refusal(message)):
         DcpConfig(**fields)
 
@@ -112,31 +86,12 @@ def test_a_deployment_that_cannot_work_is_refused(fields, error, message):
         pytest.param({}, 1, id="one-rank"),
         pytest.param({"tp_size": 8, "dcp_size": 8}, 1, id="tp8-dcp8"),
         pytest.param({"tp_size": 6, "dcp_size": 3}, 1, id="tp6-dcp3"),
-        pytest.param({"tp_size": 8, "dcp_size": 4, "attn_dp_size": 2}, 1, id="a-group-per-shard"),
         pytest.param({"tp_size": 4, "dcp_size": 4, "mode": "cp", "cp_strategy": "zigzag"}, 4, id="cp4"),
         pytest.param({"tp_size": 4, "dcp_size": 1, "mode": "cp"}, 4, id="cp4-without-dcp"),
     ],
 )
 def test_a_deployment_that_works_is_accepted(fields, cp_size):
     assert DcpConfig(**fields).cp_size == cp_size
-
-
-@pytest.mark.parametrize(
-    ("tp_size", "attn_dp_size", "dcp_size"), [(8, 1, 8), (8, 2, 4), (8, 4, 2), (8, 8, 1), (6, 2, 3)]
-)
-def test_a_group_within_one_attention_dp_shard_is_accepted(tp_size, attn_dp_size, dcp_size):
-    check_group_span(tp_size, attn_dp_size, dcp_size)
-
-
-@pytest.mark.parametrize(
-    ("tp_size", "attn_dp_size", "dcp_size", "would_work"),
-    [(8, 2, 8, "1, 2, 4"), (8, 4, 4, "1, 2"), (8, 8, 2, "1"), (6, 2, 2, "1, 3")],
-)
-def test_a_group_that_would_straddle_shards_is_refused_with_what_fits(tp_size, attn_dp_size, dcp_size, would_work):
-    """Source: sgl-project/sglang DESIGN-5."""
-    pattern = rf"^dcp_size must divide the {tp_size // attn_dp_size} ranks .* got {dcp_size}; {would_work} would work$"
-    with pytest.raises(ValueError, match=pattern):
-        check_group_span(tp_size, attn_dp_size, dcp_size)
 
 
 def test_heads_that_tp_cannot_split_are_refused():
@@ -248,11 +203,6 @@ def test_a_rank_gets_whole_pages_for_its_share_of_the_tokens(tokens, dcp_size, r
 def test_configs_cannot_be_changed_after_they_were_checked():
     with pytest.raises(AttributeError):
         DcpConfig().tp_size = 3  # type: ignore[misc]
-
-
-def test_cp_mode_refuses_attention_data_parallelism():
-    with pytest.raises(NotImplementedError, match=r"attn_dp_size must be 1 in cp mode.*got 2; --mode tp would work"):
-        DcpConfig(tp_size=4, dcp_size=1, mode="cp", attn_dp_size=2)
 
 
 def test_index_keys_are_replicated_unless_asked_and_a_group_of_one_has_nothing_to_shard():

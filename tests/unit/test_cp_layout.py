@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_dcp.cp_layout import STRATEGIES, can_split, restore_index, share_of, split_tokens
+from nsa_dcp.choices import CP_STRATEGIES
+from nsa_dcp.cp_layout import can_split, restore_index, share_of, split_tokens
 
 # 1-token requests among long ones, chunks just large enough, and requests of odd lengths.
 INTERLEAVED = [
@@ -26,7 +27,7 @@ ZIGZAGGED = [
 
 @st.composite
 def chunks(draw):
-    strategy = draw(st.sampled_from(STRATEGIES))
+    strategy = draw(st.sampled_from(CP_STRATEGIES))
     cp_size = draw(st.sampled_from((1, 2, 3, 4, 8)))
     shortest = 2 * cp_size if strategy == "zigzag" else 0
     lens = draw(st.lists(st.integers(shortest, 60), min_size=1, max_size=8))

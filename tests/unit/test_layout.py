@@ -8,58 +8,16 @@ from hypothesis import strategies as st
 from nsa_dcp.layout import (
     index_page_table,
     local_seq_lens,
-    owner_of,
     pages_for,
-    row_of,
     slots_at,
     widened_page_size,
 )
 from nsa_dcp.testing.batch import draw_batch
 from nsa_dcp.testing.cases import DCP_SIZES, INTERLEAVE_SIZES
 from nsa_dcp.testing.oracle import deal_slots
+from nsa_dcp_kernels import localize_topk
 
-GROUPS = [
-    pytest.param(size, interleave, id=f"dcp{size}-interleave{interleave}")
-    for size in DCP_SIZES
-    for interleave in INTERLEAVE_SIZES
-]
 group_sizes, interleaves = st.sampled_from(DCP_SIZES), st.sampled_from(INTERLEAVE_SIZES)
-
-
-@pytest.mark.parametrize(("dcp_size", "interleave"), GROUPS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_owner_and_row_are_those_of_slots_dealt_out_one_by_one(dcp_size, interleave, dtype):
-    """A row that is filtered by owner but not divided, or divided by another interleave, is another token's.
-
-    Sources: sgl-project/sglang 36989, vllm-project/vllm 54541.
-    """
-    slots = torch.arange(3 * 64 * dcp_size + 5, dtype=dtype)
-    dealt = deal_slots(len(slots), dcp_size, interleave)
-    owners, rows = owner_of(slots, dcp_size, interleave), row_of(slots, dcp_size, interleave)
-    assert owners.dtype == rows.dtype == dtype
-    assert list(zip(owners.tolist(), rows.tolist())) == dealt
-    assert len(set(dealt)) == len(slots)
-
-
-@pytest.mark.parametrize(("dcp_size", "interleave"), GROUPS)
-def test_none_has_no_owner_and_no_row(dcp_size, interleave):
-    """-1 % N is N - 1 in Python: padding would fall to the last rank. Source: deepseek-ai/FlashMLA 109."""
-    slots = torch.tensor([[-1, 0], [-7, -(2**31)]], dtype=torch.int32)
-    assert owner_of(slots, dcp_size, interleave).tolist() == [[-1, 0], [-1, -1]]
-    assert row_of(slots, dcp_size, interleave).tolist() == [[-1, 0], [-1, -1]]
-    assert owner_of(slots[:0], dcp_size, interleave).shape == (0, 2)
-
-
-@given(slots=st.lists(st.integers(0, 2**31 - 1), unique=True, min_size=1), dcp_size=group_sizes, interleave=interleaves)
-def test_owner_and_row_name_one_slot_each_over_the_whole_range(slots, dcp_size, interleave):
-    owners = owner_of(torch.tensor(slots, dtype=torch.int32), dcp_size, interleave).tolist()
-    rows = row_of(torch.tensor(slots, dtype=torch.int32), dcp_size, interleave).tolist()
-    assert len(set(zip(owners, rows))) == len(slots)
-    # Invertible without the package's formulas: a rank's row is in its turn row // interleave, one turn per cycle.
-    for slot, owner, row in zip(slots, owners, rows):
-        turn, place = divmod(row, interleave)
-        assert 0 <= owner < dcp_size
-        assert turn * dcp_size * interleave + owner * interleave + place == slot
 
 
 @given(lens=st.lists(st.integers(0, 2000), max_size=6), dcp_size=group_sizes, interleave=interleaves)
@@ -162,17 +120,21 @@ def test_index_page_table_of_several_requests_keeps_rows_apart():
     assert index_page_table(table[:0], 2).shape == (0, 4)
 
 
-@given(data=st.data(), dcp_size=group_sizes, interleave=interleaves)
+@given(data=st.data(), dcp_size=group_sizes)
 @settings(max_examples=50)
-def test_ownership_can_be_told_from_a_position_or_from_its_slot(data, dcp_size, interleave):
+def test_ownership_can_be_told_from_a_position_or_from_its_slot(data, dcp_size):
     """Pages start at multiples of the widened page, so both spaces agree. Source: sgl-project/sglang 31821."""
     page = widened_page_size(dcp_size)
     pages = data.draw(st.lists(st.integers(1, 50), unique=True, min_size=1, max_size=4))
     position = data.draw(st.integers(0, len(pages) * page - 1))
     slot = pages[position // page] * page + position % page
-    of_both = torch.tensor([position, slot])
-    owners, rows = owner_of(of_both, dcp_size, interleave), row_of(of_both, dcp_size, interleave)
-    assert owners[0] == owners[1]
+    of_both = torch.tensor([[position, slot]], dtype=torch.int32)
+    held = [
+        rows[0, : length[0]].tolist()
+        for rows, length in (localize_topk(of_both, dcp_size, rank) for rank in range(dcp_size))
+    ]
+    assert sorted(len(rows) for rows in held) == [0] * (dcp_size - 1) + [2]
+    of_position, of_slot = max(held, key=len)
     # A widened page is one page of 64 rows on every rank.
-    assert int(rows[1]) == pages[position // page] * 64 + int(rows[0]) % 64
-    assert int(rows[0]) // 64 == position // page
+    assert of_slot == pages[position // page] * 64 + of_position % 64
+    assert of_position // 64 == position // page

@@ -49,7 +49,7 @@ def _quantise(values):
 
 
 @triton.jit
-def _owned_rows(slots_ptr, token, num_tokens, dcp_rank, DCP_SIZE: tl.constexpr, INTERLEAVE: tl.constexpr):
+def _owned_rows(slots_ptr, token, num_tokens, dcp_rank, DCP_SIZE: tl.constexpr):
     """Rows of this rank that the tokens go to, and which of them it owns. Without slots, token t goes to row t."""
     held = token < num_tokens
     if slots_ptr is None:
@@ -57,8 +57,8 @@ def _owned_rows(slots_ptr, token, num_tokens, dcp_rank, DCP_SIZE: tl.constexpr, 
         owned = held
     else:
         slot = tl.load(slots_ptr + token, mask=held, other=-1)
-        row = (slot // (INTERLEAVE * DCP_SIZE)).to(tl.int64) * INTERLEAVE + slot % INTERLEAVE
-        owned = (slot >= 0) & (slot // INTERLEAVE % DCP_SIZE == dcp_rank)
+        row = (slot // DCP_SIZE).to(tl.int64)
+        owned = (slot >= 0) & (slot % DCP_SIZE == dcp_rank)
     return row, owned
 
 
@@ -75,12 +75,11 @@ def _pack_latent_kernel(
     rope_stride,
     dcp_rank,
     DCP_SIZE: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """fp8_ptr, scale_ptr and bf16_ptr are the cache as uint8, float32 and bfloat16."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    row, owned = _owned_rows(slots_ptr, token, num_tokens, dcp_rank, DCP_SIZE, INTERLEAVE)
+    row, owned = _owned_rows(slots_ptr, token, num_tokens, dcp_rank, DCP_SIZE)
     read = token < num_tokens if DCP_SIZE == 1 else owned
     token = token.to(tl.int64)
     tile = tl.arange(0, NUM_TILES)
@@ -110,11 +109,10 @@ def _scatter_plain_kernel(
     rope_stride,
     dcp_rank,
     DCP_SIZE: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    row, owned = _owned_rows(slots_ptr, token, num_tokens, dcp_rank, DCP_SIZE, INTERLEAVE)
+    row, owned = _owned_rows(slots_ptr, token, num_tokens, dcp_rank, DCP_SIZE)
     token = token.to(tl.int64)
     dtype = cache_ptr.dtype.element_ty
     nope_dim = tl.arange(0, KV_LORA_RANK)[None, :]
@@ -159,7 +157,7 @@ def _scatter_index_keys_kernel(
 ):
     """scale_ptr is the packed cache as float32."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slot, written = _owned_rows(slots_ptr, token, num_tokens, dcp_rank, DCP_SIZE, 1)
+    slot, written = _owned_rows(slots_ptr, token, num_tokens, dcp_rank, DCP_SIZE)
     dim = tl.arange(0, INDEX_HEAD_DIM)
     keys_at = (token.to(tl.int64) * keys_stride)[:, None, None] + dim[None, None, :]
     keys = tl.load(keys_ptr + keys_at, mask=written[:, None, None], other=0.0)
@@ -198,7 +196,7 @@ def _gather_index_keys_kernel(
 
 def pack_latent(k_nope: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:
     packed = torch.empty((k_nope.shape[0], kv_format.LATENT_BYTES), dtype=torch.uint8, device=k_nope.device)
-    _write_packed(packed, k_nope, k_rope, None, 1, 0, 1)
+    _write_packed(packed, k_nope, k_rope, None, 1, 0)
     return packed
 
 
@@ -226,11 +224,10 @@ def scatter_latent_(
     slots: torch.Tensor,
     dcp_size: int,
     dcp_rank: int,
-    interleave_size: int,
 ) -> None:
     check(cache.is_contiguous(), "cache", "be contiguous", f"strides {cache.stride()}")
     if cache.dtype == torch.uint8:
-        _write_packed(cache, k_nope, k_rope, slots, dcp_size, dcp_rank, interleave_size)
+        _write_packed(cache, k_nope, k_rope, slots, dcp_size, dcp_rank)
     elif k_nope.shape[0]:
         k_nope, k_rope = _dense_rows(k_nope), _dense_rows(k_rope)
         _scatter_plain_kernel[_grid(k_nope.shape[0])](
@@ -243,7 +240,6 @@ def scatter_latent_(
             k_rope.stride(0),
             dcp_rank,
             DCP_SIZE=dcp_size,
-            INTERLEAVE=interleave_size,
             BLOCK_T=_TOKENS_PER_PROGRAM,
             num_warps=_NUM_WARPS,
         )
@@ -296,7 +292,6 @@ def _write_packed(
     slots: torch.Tensor | None,
     dcp_size: int,
     dcp_rank: int,
-    interleave_size: int,
 ) -> None:
     num_tokens = k_nope.shape[0]
     if not num_tokens:
@@ -314,7 +309,6 @@ def _write_packed(
         k_rope.stride(0),
         dcp_rank,
         DCP_SIZE=dcp_size,
-        INTERLEAVE=interleave_size,
         BLOCK_T=_TOKENS_PER_PROGRAM,
         num_warps=_PACK_WARPS,
     )

@@ -44,7 +44,7 @@ def localize_topk(
     topk_slots: torch.Tensor,
     dcp_size: int,
     dcp_rank: int,
-    interleave_size: int,
+    interleave_size: int = 1,
     limit: torch.Tensor | None = None,
     plan_follows: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nsa_dcp.choices import COMM_BACKENDS, INDEX_KEYS
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import ModelDims
-from nsa_dcp.planning.served_format import COMM_BACKENDS, HEAD_BUCKETS, INDEX_KEYS
+from nsa_dcp.planning.served_format import HEAD_BUCKETS
 from nsa_dcp.planning.steps.step_inputs import StepInput, interpolate, measured_inputs, override_inputs
 from nsa_dcp.planning.steps.term_times import (
     Values,
@@ -32,10 +33,10 @@ from nsa_dcp.planning.steps.term_times import (
     select_sharded_us,
     select_us,
 )
-from nsa_dcp.planning.steps.weight_reads import WeightSizes, count_weight_bytes, weight_sizes
+from nsa_dcp.planning.steps.weight_reads import count_weight_bytes
+from nsa_dcp.planning.weight_counts import WeightCounts, count_weights
 
 __all__ = [
-    "COMM_BACKENDS",
     "MAX_BATCH",
     "MODES",
     "DecodeSetup",
@@ -122,7 +123,7 @@ def predict_step(
         {name: entry.value for name, entry in inputs.items() if not isinstance(entry.value, dict)},
         {name: entry.value for name, entry in inputs.items() if isinstance(entry.value, dict)},
     )
-    sizes = weight_sizes(model)
+    counts = count_weights(model)
     n = 1 if mode == "tp" else setup.dcp_size
     layers, selections = model.num_hidden_layers, len(model.indexer_layers)
     local_heads = model.num_attention_heads // setup.tp_size
@@ -172,10 +173,10 @@ def predict_step(
     else:
         terms["page_table"] = batch * values.numbers["context_length"] / 128 * values.numbers["page_program_ns"] / 1e3
     terms["weights"] = (
-        _weight_bytes(model, sizes, setup, values, mode, batch) / values.numbers["memory_bandwidth_gbs"] / 1e3
+        _weight_bytes(model, counts, setup, values, mode, batch) / values.numbers["memory_bandwidth_gbs"] / 1e3
     )
     terms["all_reduce"] = (
-        layers * (2 if sliced else 1) * all_reduce_us(values, setup.tp_size, batch * sizes.hidden_size * 2)
+        layers * (2 if sliced else 1) * all_reduce_us(values, setup.tp_size, batch * counts.hidden_size * 2)
     )
     terms["other"] = layers * values.numbers["other_us_per_layer"]
     return {**terms, "total": sum(terms.values())}
@@ -301,7 +302,7 @@ def _pool_tokens(model: ModelDims, setup: DecodeSetup, gpu_memory_gib: float, kv
 
 
 def _weight_bytes(
-    model: ModelDims, sizes: WeightSizes, setup: DecodeSetup, values: Values, mode: str, batch: int
+    model: ModelDims, counts: WeightCounts, setup: DecodeSetup, values: Values, mode: str, batch: int
 ) -> float:
     q_parts = out_parts = setup.tp_size
     if mode == "cp_dcp" and not setup.cp_decode_attn_tp:
@@ -310,7 +311,7 @@ def _weight_bytes(
         q_parts = setup.tp_size // setup.dcp_size
     return count_weight_bytes(
         model,
-        sizes,
+        counts,
         batch,
         tp_size=setup.tp_size,
         q_parts=q_parts,
@@ -350,7 +351,7 @@ def _check(model: ModelDims, setup: DecodeSetup, mode: str, batch: int, context:
         raise ValueError(
             f"dcp_size must equal the context-parallel size {setup.tp_size} in CP-DCP, got {setup.dcp_size}"
         )
-    weight_sizes(model)
+    count_weights(model)
     if context > model.max_context:
         raise ValueError(f"context must be at most {model.max_context}, the longest of {model.name}, got {context}")
     heads = model.num_attention_heads // setup.tp_size

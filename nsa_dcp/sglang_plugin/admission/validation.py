@@ -7,9 +7,9 @@ imported.
 
 from __future__ import annotations
 
+from nsa_dcp.choices import COMM_BACKENDS
 from nsa_dcp.planning.served_format import (
     ARCHITECTURES,
-    COMM_BACKENDS,
     HEAD_BUCKETS,
     KV_CACHE_DTYPES,
     KV_LORA_RANK,

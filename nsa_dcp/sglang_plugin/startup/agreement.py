@@ -24,8 +24,8 @@ from typing import Any
 
 import nsa_dcp
 import nsa_dcp_kernels
+from nsa_dcp.choices import INDEX_KEYS
 from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
-from nsa_dcp.planning.served_format import INDEX_KEYS
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, ServerSettings
 
 # Name, and the value that stands for a variable that is not set.

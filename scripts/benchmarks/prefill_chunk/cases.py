@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nsa_dcp.config import COMM_BACKENDS
+from nsa_dcp.choices import COMM_BACKENDS
 from nsa_dcp.layout import pages_for
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import INDEX_HEAD_DIM, ModelDims

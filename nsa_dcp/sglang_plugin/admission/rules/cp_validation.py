@@ -6,12 +6,11 @@ DCP group is the same ranks, each with all the attention weights.
 
 from __future__ import annotations
 
+from nsa_dcp.choices import CP_STRATEGIES
 from nsa_dcp.planning.served_format import SLICED_ARCHITECTURES
 from nsa_dcp.sglang_plugin.admission.advice import Advice, Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, ServerSettings
 
-CP_STRATEGIES = ("interleave", "zigzag")
-# Architectures whose attention weights sglang slices by head in decode.
 # sglang stops wider context parallelism: it was found to be inexact between machines.
 MAX_CP_TP_SIZE = 8
 _INTERLEAVE = use("--cp-strategy interleave")

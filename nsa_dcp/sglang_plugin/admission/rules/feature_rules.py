@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nsa_dcp.choices import INDEX_KEYS
 from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
-from nsa_dcp.planning.served_format import INDEX_KEYS
 from nsa_dcp.sglang_plugin.admission.advice import Advice, Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.server_settings import Problem, ServerSettings
 

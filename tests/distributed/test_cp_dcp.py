@@ -5,6 +5,7 @@ import torch
 
 from nsa_dcp import comm, cp_layout
 from nsa_dcp.cache import LatentCache
+from nsa_dcp.choices import CP_STRATEGIES
 from nsa_dcp.cp_dcp import gather_rows, localize_gathered, plan_pages
 from nsa_dcp.launcher import run_ranks
 from nsa_dcp.layout import slots_at
@@ -122,7 +123,7 @@ def stored(latents, storage):
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("strategy", cp_layout.STRATEGIES)
+@pytest.mark.parametrize("strategy", CP_STRATEGIES)
 def test_each_ranks_queries_attend_to_prefix_and_chunk(world_size, strategy):
     """A chunk of long requests with cached prefixes and, interleaved, of single tokens; and as TP-DCP would do it.
 
