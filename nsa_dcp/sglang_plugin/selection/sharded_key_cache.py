@@ -116,7 +116,10 @@ def charge_whole_bytes(compute: Callable[..., Any], configurator: Any, *args: An
 
 
 def register_hooks() -> None:
-    """Have sglang change both objects when it applies its plugins' hooks, before it sizes a pool."""
+    """Have sglang change both objects when it applies its plugins' hooks, before it sizes a pool.
+
+    Nothing but tests calls this: its place is `patches.py`, with its rows in docs/upstream.md, once servers shard.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     pools = "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool"
