@@ -1,14 +1,15 @@
-"""The two paged caches of one rank, and the allocator of the widened pages that both are addressed by.
+"""The paged caches of one rank, and the allocator of the widened pages that all are addressed by.
 
 Latent cache: this rank's share of every layer's tokens, `size + page_size` rows. Index-key cache, for the layers that
 own an indexer: every token, `(size + page_size) * dcp_size` slots; or, where index keys are sharded, the same tokens as
-the latents, in the same rows. The first widened page is never handed out: padding may be written there.
+the latents, in the same rows. Key and value cache, of models with KV heads: as the latents. The first widened page is
+never handed out: padding may be written there.
 """
 
 import torch
 
 from nsa_dcp.layout import widened_page_size
-from nsa_dcp_kernels import scatter_index_keys_, scatter_latent_
+from nsa_dcp_kernels import scatter_index_keys_, scatter_kv_, scatter_latent_
 from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, INDEX_KEY_BYTES, LATENT_BYTES, LATENT_DIM, PAGE_SIZE
 from nsa_dcp_kernels.reference import owned_slots
 
@@ -122,6 +123,63 @@ class IndexKeyCache:
             for cache in self.layers.values()
         }
         return per_layer.pop() * len(self.layers) if per_layer else 0
+
+
+class KeyValueCache:
+    """One rank's share of the keys and values of its KV heads.
+
+    layers: one pair per layer, keys and values: [size + page_size, K, D] each, halves of one allocation.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        dcp_size: int,
+        dcp_rank: int,
+    ) -> None:
+        """Allocate.
+
+        Args:
+            num_layers: layers.
+            size: rows that tokens can use on this rank, a multiple of the page size.
+            num_kv_heads: KV heads of this rank.
+            head_dim: values of a head.
+            dtype: floating-point; torch.float8_e4m3fn holds values under scale 1.
+            device: where.
+            dcp_size, dcp_rank: this rank's place.
+        """
+        shape = (2, size + PAGE_SIZE, num_kv_heads, head_dim)
+        pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.layers = [(pool[0], pool[1]) for pool in pools]
+        self.dtype, self.dcp_size, self.dcp_rank = dtype, dcp_size, dcp_rank
+        self._written = _WrittenRows(shape[1], device)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep the tokens that this rank owns, rounded once.
+
+        Args:
+            layer: index.
+            k, v: [T, K, D]. The whole step's tokens.
+            slots: [T] int32; -1 is skipped.
+        """
+        scatter_kv_(*self.layers[layer], k, v, slots, self.dcp_size, self.dcp_rank)
+        if not layer:
+            self._written.mark(slots // self.dcp_size, owned_slots(slots, self.dcp_size, self.dcp_rank, 1))
+
+    def count_rows(self) -> int:
+        """Rows of the first layer that were ever written, also with zeros."""
+        return self._written.count()
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        keys = self.layers[0][0]
+        return 2 * keys[0].numel() * keys.itemsize
 
 
 class _WrittenRows:

@@ -6,6 +6,7 @@ Read by what must answer without torch, so that this module needs nothing.
 MODES = ("tp", "cp")
 CP_STRATEGIES = ("interleave", "zigzag")
 COMM_BACKENDS = ("a2a", "ag_rs")
+WIRES = ("nccl", "peer")
 SELECTIONS = ("replicated", "row_split")
 # Every token's on every rank, or each token's on the rank that owns its latents.
 INDEX_KEYS = ("replicated", "sharded")

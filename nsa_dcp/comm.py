@@ -1,6 +1,7 @@
 """The step's collectives, over a group that the caller hands in. A group of one rank, or None, communicates nothing."""
 
 import datetime
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -178,3 +179,60 @@ def _merge_ag_rs(out: torch.Tensor, lse: torch.Tensor, group: Group) -> torch.Te
     merged = torch.empty_like(chunks[0])
     _reduce_scatter_single(merged, chunks.flatten(0, 1), group=group)
     return merged.to(out.dtype)
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """Memory of this rank's GPU that the group's other ranks write into, and theirs.
+
+    local: [bytes] uint8, zeroed. addresses: where each rank's begins for this GPU, in rank order. handle: keeps it.
+    """
+
+    local: torch.Tensor
+    addresses: list[int]
+    handle: object
+
+
+def map_peer_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | str:
+    """Set memory aside on every rank of a group and map it into all. Every rank must call it, before it captures.
+
+    Args:
+        num_bytes: of each rank, the same on all.
+        group: of several ranks on GPUs, NCCL's.
+        device: this rank's GPU.
+
+    Returns:
+        The memory, on every rank; or on every rank why some rank has none.
+    """
+    mapped: PeerMemory | None = None
+    reason = ""
+    try:
+        # Not in every build of torch.
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        local = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+        local.zero_()
+        torch.cuda.synchronize(device)
+    except (ImportError, RuntimeError, NotImplementedError) as error:
+        reason = _first_line(error)
+    # Mapping waits for every rank, so none may begin it where one has nothing to map.
+    if not agree(not reason, group, device):
+        return reason or "another rank could not set memory aside"
+    try:
+        handle = symmetric_memory.rendezvous(local, group)
+        mapped = PeerMemory(local, [int(address) for address in handle.buffer_ptrs], handle)
+    except RuntimeError as error:
+        reason = _first_line(error)
+    if not agree(mapped is not None, group, device):
+        return reason or "another rank could not map it"
+    assert mapped is not None
+    return mapped
+
+
+def agree(holds: bool, group: Group, device: torch.device) -> bool:
+    """Whether something holds on every rank of a group; all of them must ask."""
+    return bool(all_gather(torch.tensor(holds, dtype=torch.int32, device=device), group).all())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -45,6 +45,10 @@ class ModelShape:
                 f"got {list(self.indexer_layers)}"
             )
 
+    def check_split(self, config: "DcpConfig") -> None:
+        """Refuse ranks that this model cannot be split over. Errors: as `DcpConfig.check_model`."""
+        config.check_model(self)
+
 
 @dataclass(frozen=True)
 class DcpConfig:

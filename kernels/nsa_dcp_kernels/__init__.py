@@ -9,11 +9,15 @@ from nsa_dcp_kernels.kv_pack import (
     scatter_latent_,
     unpack_latent,
 )
+from nsa_dcp_kernels.kv_scatter import round_kv, scatter_kv_
 from nsa_dcp_kernels.localize import localize_topk
 from nsa_dcp_kernels.lse_merge import merge_partials
 from nsa_dcp_kernels.page_gather import gather_pages, remap_to_gathered
 from nsa_dcp_kernels.page_table import fill_page_table_, look_up_slots
+from nsa_dcp_kernels.paged_attention import attend_chunk, attend_pages
 from nsa_dcp_kernels.partial_pack import merge_packed, pack_partials, unpack_partials
+from nsa_dcp_kernels.peer_exchange import exchange_partials, gather_heads_from_peers, gather_rows_from_peers
+from nsa_dcp_kernels.peer_memory import PeerChannels
 from nsa_dcp_kernels.schedule import SparsePlan, plan_sparse
 from nsa_dcp_kernels.selection import LocalSelection, attend_selection, localize_selection
 from nsa_dcp_kernels.sharded_selection import find_threshold, localize_contexts, select_candidates, take_own
@@ -23,14 +27,20 @@ from nsa_dcp_kernels.topk import select_topk
 
 __all__ = [
     "LocalSelection",
+    "PeerChannels",
     "SparsePlan",
+    "attend_chunk",
+    "attend_pages",
     "attend_selection",
     "attend_sparse",
+    "exchange_partials",
     "fill_page_table_",
     "find_threshold",
+    "gather_heads_from_peers",
     "gather_index_keys",
     "gather_index_pages",
     "gather_pages",
+    "gather_rows_from_peers",
     "join_index_pages",
     "localize_contexts",
     "localize_selection",
@@ -42,7 +52,9 @@ __all__ = [
     "pack_partials",
     "plan_sparse",
     "remap_to_gathered",
+    "round_kv",
     "scatter_index_keys_",
+    "scatter_kv_",
     "scatter_latent_",
     "score_index",
     "select_candidates",

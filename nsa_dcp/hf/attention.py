@@ -127,6 +127,7 @@ class DcpAttention(nn.Module):
                 self.sm_scale,
                 self.ranks.dcp_group,
                 self.ranks.config.dcp_comm_backend,
+                self.ranks.wire,
             )
         out = self._project(out.to(x.dtype), heads, reduce=step.cp is None).unsqueeze(0)
         return (out, None, selection) if self.returns_selection else (out, None)

@@ -11,8 +11,9 @@ from nsa_dcp.config import ModelShape
 from nsa_dcp.hf.checkpoint_files import StoredTensor, list_some, read_stored_tensors
 from nsa_dcp.hf.generation_defaults import read_eos_ids
 from nsa_dcp.hf.model_config import build_unloaded_model, read_model_config
-from nsa_dcp.hf.tiny import NAMES, write_tiny_checkpoint
+from nsa_dcp.hf.tiny import KV_HEAD_NAMES, NAMES, write_tiny_checkpoint
 from nsa_dcp.hf.weight_checks import check_finite, check_names_and_shapes, check_not_quantised
+from nsa_dcp.kv_head_config import KvHeadShape
 from nsa_dcp.planning.config_fields import read_json_object
 
 COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
@@ -28,7 +29,7 @@ class Checkpoint:
     was made for. tensors, loaded: what its files hold, and the names of what will be loaded.
     """
 
-    shape: ModelShape
+    shape: ModelShape | KvHeadShape
     eos_ids: frozenset[int]
     vocab_size: int
     context_length: int
@@ -44,7 +45,7 @@ def resolve_checkpoint(model: str, seed: int) -> Path:
     """Turn what `--model` names into a checkpoint directory.
 
     Args:
-        model: a directory, "tiny-glm-dsa" or "tiny-deepseek-v32".
+        model: a directory, or one of `tiny.NAMES`.
         seed: of a tiny model's weights.
 
     Returns:
@@ -53,11 +54,12 @@ def resolve_checkpoint(model: str, seed: int) -> Path:
     Raises:
         ValueError: it is missing, or not a directory.
     """
-    if model in NAMES:
+    names = (*NAMES, *KV_HEAD_NAMES)
+    if model in names:
         return write_tiny_checkpoint(model, seed)
     directory = Path(model)
     if not directory.is_dir():
-        raise ValueError(f"model must be a checkpoint directory or one of {', '.join(NAMES)}, got {model!r}")
+        raise ValueError(f"model must be a checkpoint directory or one of {', '.join(names)}, got {model!r}")
     return directory
 
 
@@ -71,7 +73,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         ValueError: a file is missing or damaged, or does not hold what the others promise.
         NotImplementedError: the architecture, its row format or its RoPE is not served.
     """
-    from nsa_dcp.hf.engine import model_shape
+    from nsa_dcp.hf.families.choice import model_shape
 
     if not (directory / "config.json").exists():
         raise ValueError(f"model must be a checkpoint directory with config.json, got none in {directory}")

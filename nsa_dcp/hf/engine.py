@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from nsa_dcp import comm
-from nsa_dcp.cache import STORAGE_DTYPES, IndexKeyCache, LatentCache, PageAllocator
-from nsa_dcp.config import CacheConfig, ModelShape
-from nsa_dcp.hf.attention import DcpAttention
+from nsa_dcp.cache import PageAllocator
+from nsa_dcp.config import CacheConfig
+from nsa_dcp.hf.families.choice import model_shape, take_over_attention
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.hf.step import Extend, Step, build_step
 from nsa_dcp.layout import pages_for
@@ -20,7 +20,7 @@ class Request:
     """A prompt being served.
 
     prompt_ids: [n] int64. pages: widened pages, reserved for all it may generate.
-    cached: tokens whose latents and index keys are in the caches. number: its place among the prompts.
+    cached: tokens that are in the caches. number: its place among the prompts.
     """
 
     prompt_ids: torch.Tensor
@@ -42,40 +42,14 @@ class Request:
         return torch.tensor(self.output_ids[-1:])
 
 
-def model_shape(model: Any) -> ModelShape:
-    """Read the dimensions that matter from a transformers model, its own attention in place.
-
-    Raises:
-        NotImplementedError: the architecture, or its row format, is not served.
-    """
-    config = model.config
-    architecture = (getattr(config, "architectures", None) or ["(none named)"])[0]
-    missing = [name for name in ("kv_lora_rank", "index_topk") if not hasattr(config, name)]
-    # What the model built, not what a field says: DeepSeek's config class does not read `indexer_types`.
-    layers = getattr(getattr(model, "model", None), "layers", ())
-    attentions = [getattr(layer, "self_attn", None) for layer in layers]
-    return ModelShape(
-        architecture=architecture if not missing else f"{architecture} (without {', '.join(missing)})",
-        num_layers=getattr(config, "num_hidden_layers", 0),
-        num_heads=getattr(config, "num_attention_heads", 0),
-        kv_lora_rank=getattr(config, "kv_lora_rank", 0),
-        qk_rope_head_dim=getattr(config, "qk_rope_head_dim", 0),
-        index_head_dim=getattr(config, "index_head_dim", 0),
-        index_topk=getattr(config, "index_topk", 0),
-        indexer_layers=tuple(
-            layer for layer, attention in enumerate(attentions) if getattr(attention, "indexer", None) is not None
-        ),
-    )
-
-
 class Engine:
     """A model under DCP, as one rank runs it. Every rank makes the same calls in the same order."""
 
     def __init__(self, model: Any, ranks: Ranks, cache_config: CacheConfig) -> None:
-        """Take a loaded model over: its attention modules are replaced, its caches allocated.
+        """Take a loaded model over: its attention is replaced, its caches allocated.
 
         Args:
-            model: a transformers `GlmMoeDsaForCausalLM` or `DeepseekV32ForCausalLM`, in evaluation mode.
+            model: a transformers model of a served architecture, in evaluation mode.
             ranks: this rank's place.
             cache_config: what to cache and how much.
 
@@ -84,28 +58,19 @@ class Engine:
                 large.
         """
         shape = model_shape(model)
-        ranks.config.check_model(shape)
+        shape.check_split(ranks.config)
         self.model, self.ranks, self.cache_config = model, ranks, cache_config
         self.device = model.device
-        size = cache_config.rows(ranks.config.dcp_size)
-        dtype = STORAGE_DTYPES[cache_config.kv_cache_dtype]
-        if dtype == torch.float32 and model.dtype == torch.float64:
-            dtype = torch.float64
-        dcp = ranks.config.dcp_size
-        # A bf16 cache rounds the latents; index keys it keeps as the model computes them.
-        index_dtype = dtype if dtype == torch.uint8 else model.dtype
         try:
-            self.latents = LatentCache(shape.num_layers, size, dtype, self.device, dcp, ranks.dcp_rank)
-            own_rank = ranks.dcp_rank if ranks.config.shards_index_keys else None
-            self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, index_dtype, self.device, dcp, own_rank)
-        except (RuntimeError, OverflowError, MemoryError, TypeError) as error:  # torch has one of each for too much
-            raise ValueError(
-                f"max_total_tokens must leave the caches within memory, got {cache_config.max_total_tokens} "
-                f"({str(error).splitlines()[0]})"
-            ) from None
-        self.allocator = PageAllocator(size, dcp)
-        for index, layer in enumerate(model.model.layers):
-            layer.self_attn = DcpAttention(layer.self_attn, index, ranks, self.latents, self.index_keys)
+            self.attention = take_over_attention(model, shape, ranks, cache_config)
+        except (OverflowError, MemoryError, TypeError) as error:  # torch has one of each for too much
+            raise _too_large(cache_config, error) from None
+        except RuntimeError as error:
+            if isinstance(error, NotImplementedError):
+                raise
+            raise _too_large(cache_config, error) from None
+        dcp_size = ranks.config.dcp_size
+        self.allocator = PageAllocator(cache_config.rows(dcp_size), dcp_size)
 
     @torch.inference_mode()
     def forward(self, extends: list[Extend]) -> torch.Tensor:
@@ -126,9 +91,8 @@ class Engine:
         hidden = self.model.model(
             inputs_embeds=self.model.model.embed_tokens(step.input_ids).unsqueeze(0),
             position_ids=step.positions.unsqueeze(0),
-            attention_mask={"indexed_attention": None},
             use_cache=False,
-            step=step,
+            **self.attention.arguments(step),
         ).last_hidden_state[0]
         if step.cp:
             hidden = step.cp.gather_tokens(hidden, self.ranks.tp_group)
@@ -224,18 +188,12 @@ class Engine:
         return batch or [(request, request.next_tokens(1)) for request in running]
 
     def usage(self) -> dict[str, int]:
-        """Measure what this rank's caches hold, by looking at them.
+        """Measure what this rank's caches hold, by looking at them. The family's rows and bytes."""
+        return self.attention.usage()
 
-        Returns:
-            latent_rows: rows of one layer that hold a token; latent_bytes: over all layers. index_tokens and
-            index_key_bytes: the same of the index-key cache. latent_pool_bytes, index_pool_bytes: allocated.
-        """
-        rows, tokens = self.latents.count_rows(), self.index_keys.count_tokens()
-        return {
-            "latent_rows": rows,
-            "latent_bytes": rows * self.latents.bytes_per_row * len(self.latents.layers),
-            "latent_pool_bytes": sum(layer.nbytes for layer in self.latents.layers),
-            "index_tokens": tokens,
-            "index_key_bytes": tokens * self.index_keys.bytes_per_token,
-            "index_pool_bytes": sum(layer.nbytes for layer in self.index_keys.layers.values()),
-        }
+
+def _too_large(cache_config: CacheConfig, error: Exception) -> ValueError:
+    return ValueError(
+        f"max_total_tokens must leave the caches within memory, got {cache_config.max_total_tokens} "
+        f"({str(error).splitlines()[0]})"
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 from nsa_dcp.command_line import check_output_file
 from nsa_dcp.config import CacheConfig, DcpConfig
+from nsa_dcp.kv_head_config import KvHeadShape
 from nsa_dcp.layout import pages_for, widened_page_size
 
 _PROGRESS_EVERY_S = 2.0
@@ -73,7 +74,9 @@ def run_generate(args: argparse.Namespace) -> int:
     written = read_prompts(args.prompts)
     directory = resolve_checkpoint(args.model, args.seed)
     checkpoint = open_checkpoint(directory)
-    config.check_model(checkpoint.shape)
+    checkpoint.shape.check_split(config)
+    if args.device == "cuda" and isinstance(checkpoint.shape, KvHeadShape):
+        raise NotImplementedError("device must be cpu for models with KV heads, whose attention has no kernel yet")
     prompts = tokenize_prompts(written, directory, checkpoint.vocab_size)
     check_lengths(prompts, args.max_new_tokens, checkpoint.context_length)
     dtype = args.dtype
@@ -143,13 +146,15 @@ def generate_on_rank(rank: int, send: Callable[[object], None], job: GenerateJob
     import torch
 
     from nsa_dcp.hf.checkpoint import load_model
-    from nsa_dcp.hf.engine import Engine, Request
-    from nsa_dcp.hf.ranks import join_groups
+    from nsa_dcp.hf.engine import Engine, Request, model_shape
+    from nsa_dcp.hf.ranks import join_groups, lay_wire
     from nsa_dcp.hf.static_decode import StaticDecode
 
     device = torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     model = load_model(job.directory, job.dtype, device)
-    engine = Engine(model, join_groups(job.config, rank, job.timeout_s), job.cache)
+    ranks = join_groups(job.config, rank, job.timeout_s)
+    ranks = lay_wire(ranks, model_shape(model).num_heads, len(job.prompts), device)
+    engine = Engine(model, ranks, job.cache)
     run_decode = None
     if job.cuda_graph:
         longest = max(len(prompt) for prompt in job.prompts) + job.max_new_tokens - 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nsa_dcp.choices import COMM_BACKENDS, CP_STRATEGIES, INDEX_KEYS, KV_CACHE_DTYPES, MODES, SELECTIONS
 from nsa_dcp.command_line import dtype_argument, dtype_metavar
+from nsa_dcp.hf.tiny import KV_HEAD_NAMES, NAMES
 
 _DTYPES = ("auto", "float64", "float32", "bf16")
 
@@ -14,7 +15,7 @@ def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser("generate", help="generate with a transformers model under DCP", description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, help="checkpoint directory, tiny-glm-dsa or tiny-deepseek-v32")
+    add("--model", required=True, help=f"checkpoint directory, or one of {', '.join((*NAMES, *KV_HEAD_NAMES))}")
     add("--prompts", required=True, type=Path, help="JSON list; each prompt a string or a list of token ids")
     add("--max-new-tokens", type=int, default=16)
     add("--tp-size", type=int, help="ranks; default: dcp-size")

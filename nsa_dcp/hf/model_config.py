@@ -12,6 +12,7 @@ from torch import nn
 
 from nsa_dcp.config import ARCHITECTURES
 from nsa_dcp.planning.config_fields import MOST_LAYERS, first_architecture, positive_integer, printable, shown
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_ARCHITECTURES, refuse_windows
 
 # The kernels' tables are as wide as a selection; the published models select 2,048.
 _MOST_SELECTED = 65_536
@@ -27,19 +28,22 @@ def read_model_config(fields: dict[str, object], directory: Path) -> Any:
         directory: where it lies.
 
     Returns:
-        transformers' config of one of ARCHITECTURES.
+        transformers' config of one of ARCHITECTURES or KV_HEAD_ARCHITECTURES.
 
     Raises:
         ValueError: a field is not what the architecture's config takes.
         NotImplementedError: the architecture, or a RoPE whose frequencies depend on the length, is not served.
     """
     architecture = printable(first_architecture(fields, str(directory))) or "(none named)"
-    if architecture not in ARCHITECTURES:
+    if architecture not in (*ARCHITECTURES, *KV_HEAD_ARCHITECTURES):
         # transformers may not even know it; the refusal must not depend on that.
         raise NotImplementedError(
             f"architecture {architecture} is not supported: nsa-dcp serves DeepSeek Sparse Attention models, "
-            f"{' and '.join(ARCHITECTURES)}"
+            f"{' and '.join(ARCHITECTURES)}; `generate` runs models with KV heads too, "
+            f"{', '.join(KV_HEAD_ARCHITECTURES)}"
         )
+    if architecture in KV_HEAD_ARCHITECTURES:
+        refuse_windows(fields, str(directory))
     import transformers
 
     config_class = getattr(transformers, architecture).config_class

@@ -1,4 +1,4 @@
-"""Tiny DSA models with the real head dimensions and seeded random weights, written as ordinary checkpoints.
+"""Tiny models with seeded random weights, written as ordinary checkpoints; the DSA models have real head dimensions.
 
 They exist so that the algorithm can be run and checked anywhere: 512/64 latent and 128 index dimensions, index sharing
 between GLM's layers, dense and MoE layers, a byte-pair tokenizer. 8 heads can be split over 1, 2, 4 and 8 ranks; other
@@ -43,7 +43,7 @@ _COMMON = {
     "dtype": "float32",
 }
 # GLM: layers 1 and 3 reuse the selection of layers 0 and 2. DeepSeek-V3.2: every layer owns an indexer.
-_MODELS = {
+_MODELS: dict[str, dict[str, Any]] = {
     "tiny-glm-dsa": {
         "architectures": ["GlmMoeDsaForCausalLM"],
         "qk_nope_head_dim": 96,
@@ -56,7 +56,51 @@ _MODELS = {
         "v_head_dim": 64,
     },
 }
+# Two KV heads of 16 query heads: DCP of 2 gains from 4 ranks on, of 4 from 8.
+_KV_HEADS = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+    "initializer_range": 0.08,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "dtype": "float32",
+}
+_KV_HEAD_MODELS: dict[str, dict[str, Any]] = {
+    "tiny-qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "tiny-qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+    "tiny-llama": {"architectures": ["LlamaForCausalLM"]},
+    "tiny-glm4-moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
+    "tiny-minimax-m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
 NAMES = tuple(_MODELS)
+KV_HEAD_NAMES = tuple(_KV_HEAD_MODELS)
 
 
 def default_cache_dir() -> Path:
@@ -68,7 +112,7 @@ def write_tiny_checkpoint(name: str, seed: int, cache_dir: Path | None = None, *
     """Write a tiny checkpoint, unless it is there already.
 
     Args:
-        name: "tiny-glm-dsa" or "tiny-deepseek-v32".
+        name: one of NAMES or KV_HEAD_NAMES.
         seed: of the random weights.
         cache_dir: parent directory; by default `default_cache_dir()`.
         overrides: fields of the model's config that are to differ.
@@ -79,8 +123,8 @@ def write_tiny_checkpoint(name: str, seed: int, cache_dir: Path | None = None, *
     Raises:
         ValueError: the name is unknown.
     """
-    if name not in _MODELS:
-        raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")
+    if name not in (*NAMES, *KV_HEAD_NAMES):
+        raise ValueError(f"name must be one of {', '.join((*NAMES, *KV_HEAD_NAMES))}, got {name!r}")
     import torch
     import transformers
     from transformers.utils.logging import disable_progress_bar
@@ -89,7 +133,8 @@ def write_tiny_checkpoint(name: str, seed: int, cache_dir: Path | None = None, *
     directory = (cache_dir or default_cache_dir()) / f"{name}-seed{seed}{label}"
     if (directory / "model.safetensors").exists():
         return directory
-    fields: dict[str, Any] = {**_COMMON, **_MODELS[name], **overrides}
+    own: dict[str, Any] = {**_COMMON, **_MODELS[name]} if name in _MODELS else {**_KV_HEADS, **_KV_HEAD_MODELS[name]}
+    fields: dict[str, Any] = {**own, **overrides}
     architecture = getattr(transformers, fields["architectures"][0])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -34,6 +34,22 @@ class _RoundingCache(_Cache):
         return super().update_indexer(indexer_key_states, layer_idx)
 
 
+class _RoundingKvCache(_Cache):
+    """The same for keys and values by head: in FP8 each value on its own, under scale 1."""
+
+    kv_cache_dtype: str
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        round_ = _round_plain_fp8 if self.kv_cache_dtype == "fp8_e4m3" else _round_bf16
+        return super().update(round_(key_states), round_(value_states), layer_idx, *args, **kwargs)
+
+
+def _round_plain_fp8(x: torch.Tensor) -> torch.Tensor:
+    return x.clip(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+
+
 def _round_bf16(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16).to(x.dtype)
 
@@ -59,7 +75,7 @@ def generate_unmodified(
     """Generate greedily with transformers' own forward and cache.
 
     Args:
-        model: an unmodified `GlmMoeDsaForCausalLM` or `DeepseekV32ForCausalLM`.
+        model: an unmodified transformers model of a served architecture.
         prompt_ids: the prompt.
         max_new_tokens: at most.
         eos_ids: ids that end the generation; they are part of it.
@@ -73,7 +89,8 @@ def generate_unmodified(
 
     cache = DynamicCache(config=model.config)
     if kv_cache_dtype != "float32":
-        cache.__class__ = type("RoundingDynamicCache", (_RoundingCache, DynamicCache), {})
+        rounding = _RoundingCache if hasattr(model.config, "kv_lora_rank") else _RoundingKvCache
+        cache.__class__ = type("RoundingDynamicCache", (rounding, DynamicCache), {})
         cache.kv_cache_dtype = kv_cache_dtype
     output: list[int] = []
     new_tokens = prompt_ids

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nsa_dcp.choices import COMM_BACKENDS
+from nsa_dcp.choices import COMM_BACKENDS, WIRES
 from nsa_dcp.command_line import check_output_file, dtype_argument, dtype_metavar
 from nsa_dcp.planning import capacity
 from nsa_dcp.planning.card_table import USUAL_REQUESTS, cards_as_dict, format_cards, most_beside, plan_cards
@@ -22,6 +22,8 @@ from nsa_dcp.planning.index_key_choice import (
     plan_other,
     shards_of,
 )
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS
+from nsa_dcp.planning.kv_heads.plan_cli import answer_for_kv_heads, kv_head_model
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.planning.served_format import ARCHITECTURES, KV_CACHE_DTYPES, MOST_SMS, PAGE_SIZE, SLICED_ARCHITECTURES
 from nsa_dcp.planning.steps import step_model
@@ -37,7 +39,7 @@ _UNSLICED = tuple(name for name in ARCHITECTURES if name not in SLICED_ARCHITECT
 def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add `plan` to the `nsa-dcp` parser; `args.run(args)` returns the exit status."""
     parser = subparsers.add_parser("plan", help=_PLAN_HELP, description=capacity.__doc__.split("\n\n")[0])
-    _add_model_arguments(parser)
+    _add_model_arguments(parser, KV_HEAD_PRESETS)
     parser.add_argument(
         "--gpu-memory-gib",
         type=float,
@@ -93,6 +95,10 @@ def run_plan(args: argparse.Namespace) -> int:
             raise NotImplementedError(
                 f"page_size must be {PAGE_SIZE}, the pages of the index-key cache and of FlashMLA, got {args.page_size}"
             )
+        kv_heads = kv_head_model(args.preset, args.config)
+        if kv_heads is not None:
+            print(answer_for_kv_heads(args, kv_heads))
+            return 0
         model = _model(args)
         if args.context is not None and args.context > model.max_context:
             raise ValueError(
@@ -276,6 +282,7 @@ def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
     )
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 131072], help="tokens of each request")
     parser.add_argument("--dcp-comm-backend", choices=COMM_BACKENDS, default="a2a")
+    parser.add_argument("--wire", choices=WIRES, default="nccl", help="what NSA_DCP_WIRE says on the server")
     parser.add_argument(
         "--dcp-replicate-q-proj", action=argparse.BooleanOptionalAction, help="default: on with a2a, as in sglang"
     )
@@ -328,6 +335,7 @@ def run_model(args: argparse.Namespace) -> int:
             cp_decode_attn_tp=not unsliced if args.cp_decode_attn_tp is None else args.cp_decode_attn_tp,
             row_split_selection=args.row_split_selection,
             index_keys=args.index_keys,
+            wire=args.wire,
         )
         if args.index_keys == "sharded" and args.row_split_selection:
             raise ValueError("row_split_selection must be off with sharded index keys, which every rank scores, got on")
@@ -355,10 +363,11 @@ def run_model(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_model_arguments(parser: argparse.ArgumentParser, more_presets: Sequence[str] | None = None) -> None:
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--config", metavar="FILE", help="a checkpoint's config.json, or its directory")
-    chosen.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
+    names = PRESETS if more_presets is None else (*PRESETS, *more_presets)
+    chosen.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(names)}")
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:

@@ -49,6 +49,12 @@ SYMBOLS = (
         ("cfg",),
     ),
     Symbol("sglang.srt.configs.model_config:is_deepseek_dsa", "which models are ours", ("config",)),
+    Symbol("sglang.srt.configs.model_config:AttentionArch", "which models cache keys and values by head"),
+    Symbol(
+        "sglang.srt.configs.model_config:ModelConfig.get_total_num_kv_heads",
+        "which DCP sizes keep a group to one KV head",
+        ("self",),
+    ),
     Symbol(
         "sglang.srt.configs.model_config:dsa_layer_skips_topk",
         "pipeline stages start at layers that select",

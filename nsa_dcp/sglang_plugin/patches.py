@@ -8,7 +8,7 @@ what they rely on has been checked:
 1. every process: `put_backend_factories`, `put_resolution_hooks`
 2. a target, and a draft, whose index keys have the target's slots: `gather_index_keys_past_2_gib`; where weights cannot
    be updated: `give_reason_against_updates` (target), `replace_weight_updater`
-3. CP-DCP: `hide_dcp_from_layers`
+3. CP-DCP, and TP-DCP over a wire: `hide_dcp_from_layers`
 4. TP-DCP: `split_rows`; both: `split_decode_rows`; TP-DCP: `prepare_idle_steps_quietly`
 5. CP-DCP with zigzag: `patch_zigzag_strategy`
 6. the backend that sglang's constructor and ours have made: `fill_page_tables_by_page`, `use_exact_topk`
@@ -99,13 +99,13 @@ def replace_weight_updater(model_runner: Any, updater: Any) -> None:
 
 
 def hide_dcp_from_layers(model: Any, num_heads: int) -> None:
-    """Tell every attention layer that there is no DCP, before it has run: the CP-DCP backend does it all.
+    """Tell every attention layer that there is no DCP, before it has run: the backend of CP-DCP, or of a wire, does it.
 
     Layers read `dcp_size` in each forward, to gather heads and merge; the pools and the groups do not ask the layers.
 
     Args:
         model: a loaded DSA model.
-        num_heads: of the model.
+        num_heads: of a layer: in CP-DCP the model's.
 
     Raises:
         RuntimeError: the layers are not as expected, or have run.

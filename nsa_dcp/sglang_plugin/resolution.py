@@ -17,6 +17,7 @@ from nsa_dcp.planning.dimensions import dims_from_config
 from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.planning.served_format import row_bytes
+from nsa_dcp.sglang_plugin.admission.rules.kv_head_rules import OTHER_ATTENTION, find_kv_head_problems
 from nsa_dcp.sglang_plugin.admission.rules.weight_rules import projection_format, read_quantization
 from nsa_dcp.sglang_plugin.admission.server_settings import Problem, is_foreign_draft, settle_typed
 from nsa_dcp.sglang_plugin.admission.validation import (
@@ -29,6 +30,7 @@ from nsa_dcp.sglang_plugin.admission.validation import (
     find_typed_problems,
     is_served_here,
 )
+from nsa_dcp.transport import VARIABLE, chosen_transport
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +69,25 @@ def check_requested_settings(server_args: Any, previous: Callable[[Any], None]) 
             # Before sglang's model overrides, which would fill them with a Blackwell backend.
             declare_resolution(server_args, "nsa_dcp", **unset)
             logger.warning("nsa-dcp: %s resolve to %s.", " and ".join(unset), SPARSE_BACKEND)
+        if chosen_transport() == "peer":
+            _leave_query_projections_split(server_args, settings)
     if ours and settings.enable_prefill_cp:
         _resolve_context_parallel_dcp(server_args)
     else:
         previous(server_args)
+
+
+def _leave_query_projections_split(server_args: Any, settings: ServerSettings) -> None:
+    """Over a wire our backend gathers queries: sglang would hold copies of their projection that nothing reads."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    if settings.dcp_replicate_q_proj:
+        raise ValueError(
+            f"nsa-dcp cannot serve --dcp-replicate-q-proj with {VARIABLE}=peer: queries are gathered through peer "
+            f"memory, and the copies of their projection would be read by nothing; drop it, or set {VARIABLE}=nccl"
+        )
+    # sglang's model override would turn it on.
+    declare_resolution(server_args, "nsa_dcp", dcp_replicate_q_proj=False)
 
 
 def _resolve_context_parallel_dcp(server_args: Any) -> None:
@@ -93,6 +110,7 @@ def check_resolved_settings(server_args: Any, previous: Callable[[Any], None]) -
     """
     previous(server_args)
     settings, model, capability = read_command(server_args)
+    refuse(find_kv_head_problems(settings, model, capability), settings.dcp_size)
     if not is_served_here(settings, model, capability):
         return
     check_command(settings, model, capability)
@@ -169,7 +187,12 @@ def read_command(server_args: Any, *, typed: bool = False) -> tuple[ServerSettin
 
 def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
     from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.configs.model_config import dsa_layer_skips_topk, get_dsa_index_kpool, is_deepseek_dsa
+    from sglang.srt.configs.model_config import (
+        AttentionArch,
+        dsa_layer_skips_topk,
+        get_dsa_index_kpool,
+        is_deepseek_dsa,
+    )
     from sglang.srt.connector import ConnectorType
     from sglang.srt.utils.common import parse_connector_type
 
@@ -178,11 +201,20 @@ def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
         return ModelFacts(is_dsa=False)
     model_config = model_config_of(server_args)
     hf_config = model_config.hf_config
+    architecture = (hf_config.architectures or ("",))[0]
     if not is_deepseek_dsa(hf_config):
-        return ModelFacts(is_dsa=False)
+        if model_config.attention_arch != AttentionArch.MHA or architecture in OTHER_ATTENTION:
+            return ModelFacts(is_dsa=False, architecture=architecture)
+        return ModelFacts(
+            is_dsa=False,
+            has_kv_heads=True,
+            architecture=architecture,
+            num_attention_heads=model_config.num_attention_heads or 0,
+            num_key_value_heads=model_config.get_total_num_kv_heads(),
+        )
     return ModelFacts(
         is_dsa=True,
-        architecture=hf_config.architectures[0],
+        architecture=architecture,
         num_attention_heads=model_config.num_attention_heads,
         kv_lora_rank=model_config.kv_lora_rank,
         qk_rope_head_dim=model_config.qk_rope_head_dim,
@@ -203,6 +235,8 @@ def _read_model_facts(server_args: Any, model_path: str) -> ModelFacts:
 def _gpu_capability() -> tuple[int, int] | None:
     import torch
 
+    if torch.version.hip is not None:
+        return None  # an AMD GPU's numbers mean other GPUs: gfx90a would count as Hopper
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 

@@ -11,6 +11,7 @@ from nsa_dcp.config import CacheConfig, DcpConfig
 from nsa_dcp.hf import attention
 from nsa_dcp.hf.checkpoint import load_model
 from nsa_dcp.hf.engine import Engine
+from nsa_dcp.hf.families.sparse import SparseAttention
 from nsa_dcp.hf.ranks import join_groups
 from nsa_dcp.hf.static_decode import StaticDecode
 from nsa_dcp.testing.cases import poison_
@@ -27,6 +28,12 @@ def make_engine(
     """Load the checkpoint and put it under DCP."""
     device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     return Engine(load_model(directory, dtype, device), join_groups(config, rank), cache)
+
+
+def sparse_attention(engine: Engine) -> SparseAttention:
+    """The attention of an engine that runs a DSA model."""
+    assert isinstance(engine.attention, SparseAttention)
+    return engine.attention
 
 
 def generate_recorded(rank: int, _send: Any, runs: list[dict]) -> list[dict]:
@@ -47,7 +54,7 @@ def _generate_recorded(
     static_batch: int | None = None,
 ) -> dict:
     engine = make_engine(rank, directory, dtype, config, cache, device_type)
-    for layer in engine.index_keys.layers.values():
+    for layer in sparse_attention(engine).index_keys.layers.values():
         poison_(layer)  # what this rank was not given must not be read
     run_decode = None
     if static_batch:
@@ -152,7 +159,7 @@ def _rows_by_position(engine: Engine, request: Any) -> list[tuple[list[int], tor
         if slot % dcp_size == dcp_rank:
             positions.append(position)
             rows.append(slot // dcp_size)
-    return [(positions, layer[rows].cpu()) for layer in engine.latents.layers]
+    return [(positions, layer[rows].cpu()) for layer in sparse_attention(engine).latents.layers]
 
 
 def generate_statically(

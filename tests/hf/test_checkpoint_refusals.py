@@ -200,7 +200,7 @@ FIELDS = {
     "another model's type": ({"model_type": "deepseek_v3"}, "model_type must be glm_moe_dsa, that of GlmMoeDsa"),
     "no type": ({"model_type": None}, "model_type must be glm_moe_dsa"),
     "another architecture": ({"architectures": ["DeepseekV32ForCausalLM"]}, "model_type must be deepseek_v32"),
-    "an unknown architecture": ({"architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM is not"),
+    "an unknown architecture": ({"architectures": ["MistralForCausalLM"]}, "architecture MistralForCausalLM is not"),
     "architectures as a string": ({"architectures": "GlmMoeDsaForCausalLM"}, "architectures must be a list of names"),
     "a null": ({"q_lora_rank": None}, "Field 'q_lora_rank' expected int, got NoneType"),
     "a string": ({"hidden_size": "256"}, "'hidden_size' expected int, got str"),

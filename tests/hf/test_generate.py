@@ -259,7 +259,7 @@ def write_a_header_without_numbers(directory: Path) -> None:
 
 def change_architecture(directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["MistralForCausalLM"]}))
 
 
 DAMAGE = {
@@ -271,7 +271,7 @@ DAMAGE = {
     name_a_missing_shard: "must exist, since the index names it",
     index_no_weights: "index.json must map weights to file names",
     write_a_header_without_numbers: "must be in safetensors format",
-    change_architecture: "architecture LlamaForCausalLM is not supported.*GlmMoeDsaForCausalLM",
+    change_architecture: "architecture MistralForCausalLM is not supported.*GlmMoeDsaForCausalLM",
 }
 
 

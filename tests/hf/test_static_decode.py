@@ -38,8 +38,8 @@ def test_padding_rows_write_nothing(engine):
     assert engine.admit(request, 4)
     engine.forward([Extend(request.prompt_ids, 0, request.pages)])
     assert static.forward([Extend(torch.tensor([8]), 3, request.pages)]).shape[0] == 1
-    assert engine.latents.count_rows() == 4
-    assert engine.index_keys.count_tokens() == 4
+    assert engine.attention.latents.count_rows() == 4
+    assert engine.attention.index_keys.count_tokens() == 4
 
 
 def test_a_stale_entry_of_a_longer_batch_is_not_seen(engine):

@@ -20,17 +20,20 @@ from nsa_dcp_kernels._triton import (
     index_page_gather,
     index_query,
     kv_pack,
+    kv_scatter,
     latent_dequant,
     localize,
     lse_merge,
     page_gather,
     page_table,
     partial_pack,
+    peer_exchange,
     schedule,
     sharded_selection,
     slot_selection,
     topk,
 )
+from nsa_dcp_kernels.peer_memory import PeerChannels
 
 
 class HopperWithoutDevice:
@@ -56,9 +59,28 @@ def compile_instead_of_launching(launch):
         # These read rows of any pitch and start by whole wide loads.
         wide = self.__name__ in ("_group_maxima_kernel", "_collect_kernel") and launch_takes_wide_loads(kwargs)
         assert not wide or "ld.global.v4" in compiled.asm["ptx"]
+        if self.__name__ in ("_exchange_partials_kernel", "_gather_rows_kernel"):
+            check_peer_protocol(compiled.asm["ptx"])
         print(self.__name__)
 
     return run
+
+
+def check_peer_protocol(ptx: str) -> None:
+    """What no interpreter can tell of programs that meet in peers' memory."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    (release, *_) = releases = [at for at, line in enumerate(lines) if ".sys.release.exch.b64" in line]
+    acquires = [at for at, line in enumerate(lines) if ".sys.acquire" in line and ".b64" in line]
+    assert releases and acquires and release < min(acquires)
+    # One thread releases, after all threads' writes: the barrier between is the last before it.
+    assert "bar.sync" in " ".join(lines[max(0, release - 40) : release]), "no barrier before the flags"
+    # Each look at a flag is one thread's, handed to all through shared memory: no two can decide otherwise.
+    assert all(lines[at].startswith("@") for at in acquires)
+    # Both ways of a slot are wide, and what was received comes from where peers write, not from a cache of this SM.
+    assert "st.global.v4.b32" in ptx and "ld.global.cg.v4.b32" in ptx
+    assert "ld.global.cg.b16" not in ptx and "st.global.b16" not in ptx
+    # No registers in memory, and an end for a wait.
+    assert ".local" not in ptx and "%globaltimer" in ptx and "trap;" in ptx
 
 
 def check_wide_products(ttir: str) -> None:
@@ -103,6 +125,18 @@ def compile_cache_writes() -> None:
             kv_pack.scatter_index_keys_(cache, k_nope[:, :128], slots)
             kv_pack.scatter_index_keys_(cache, k_nope[:, :128], slots, *group[:2])
             kv_pack.gather_index_keys(cache, slots)
+
+
+def compile_kv_writes() -> None:
+    for dtype, num_tokens, heads, dim, slot_dtype, group in [
+        (torch.bfloat16, 1, 1, 128, torch.int32, (1, 0)),
+        (torch.bfloat16, 128, 2, 96, torch.int64, (8, 7)),
+        (torch.float32, 3, 1, 80, torch.int64, (3, 1)),
+    ]:
+        k = torch.zeros(num_tokens, heads, dim, dtype=dtype)
+        for stored in (torch.bfloat16, torch.float8_e4m3fn):
+            cache = torch.zeros(64, heads, dim, dtype=stored)
+            kv_scatter.scatter_kv_(cache, cache, k, k, torch.zeros(num_tokens, dtype=slot_dtype), *group, 1.0, 0.5)
 
 
 def compile_page_gather() -> None:
@@ -183,14 +217,35 @@ def compile_sharded_selection() -> None:
             sharded_selection.take_own(lists[0], cutoffs, table, dcp_size, 0, request)
 
 
+def compile_peer_exchanges() -> None:
+    for num_ranks, num_tokens, pieces in [(2, 1, 1), (2, 256, 2), (3, 5, 1), (8, 256, 1)]:
+        heads = max(1, 64 // num_ranks)
+        channels = PeerChannels(
+            addresses=torch.zeros(num_ranks + 1, dtype=torch.int64),
+            epochs=torch.zeros(2, 256, dtype=torch.int64),
+            fault=torch.zeros(1, dtype=torch.int64),
+            rank=0,
+            count=256,
+            bytes=1 << 20,
+            wait_limit=1 << 40,
+        )
+        out = torch.zeros(num_tokens, num_ranks * heads, 512, dtype=torch.bfloat16)
+        for base_2 in (False, True):
+            peer_exchange.exchange_partials([(out, torch.zeros(out.shape[:2]))] * pieces, channels, base_2)
+        peer_exchange.gather_heads(torch.zeros(num_tokens, heads, 576, dtype=torch.bfloat16), channels)
+        peer_exchange.gather_rows(torch.zeros(num_tokens, 2048, dtype=torch.int32), channels)
+
+
 if __name__ == "__main__":
     triton.runtime.driver.set_active(HopperWithoutDevice())
     JITFunction.run = compile_instead_of_launching(JITFunction.run)
     compile_merges()
     compile_cache_writes()
+    compile_kv_writes()
     compile_page_gather()
     compile_index_page_gather()
     compile_page_tables()
     compile_attention()
     compile_indexer()
     compile_sharded_selection()
+    compile_peer_exchanges()

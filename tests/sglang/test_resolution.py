@@ -37,6 +37,19 @@ def test_a_backend_that_was_asked_for_is_kept_and_the_other_filled(resolve):
     assert (view.dsa_prefill_backend, view.dsa_decode_backend) == ("flashmla_kv", "flashmla_kv")
 
 
+def test_over_a_wire_no_query_projection_is_replicated(resolve, monkeypatch):
+    """The backend gathers queries: sglang's copies of their projection would be memory that nothing reads."""
+    server = {"tp_size": 4, "dcp_size": 4, "attention_backend": "nsa", "dcp_comm_backend": "a2a"}
+    assert resolve(**server).dcp_replicate_q_proj is True
+    monkeypatch.setenv("NSA_DCP_WIRE", "peer")
+    assert resolve(**server).dcp_replicate_q_proj is False
+    with pytest.raises(ValueError, match="cannot serve --dcp-replicate-q-proj with NSA_DCP_WIRE=peer"):
+        resolve(**server, dcp_replicate_q_proj=True)
+    monkeypatch.setenv("NSA_DCP_WIRE", "nvlink")
+    with pytest.raises(ValueError, match="NSA_DCP_WIRE must be one of nccl, peer, got 'nvlink'"):
+        resolve(**server)
+
+
 def test_without_an_attention_backend_the_models_own_is_used(resolve):
     assert resolve(tp_size=4, dcp_size=4).attention_backend == "dsa"
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_dcp.cache import STORAGE_DTYPES, IndexKeyCache, LatentCache, PageAllocator
+from nsa_dcp.cache import STORAGE_DTYPES, IndexKeyCache, KeyValueCache, LatentCache, PageAllocator
 from nsa_dcp.testing.assertions import assert_bitwise_equal
 from nsa_dcp.testing.batch import draw_batch
 from nsa_dcp.testing.cases import DCP_SIZES, poison_, poisoned
@@ -256,3 +256,30 @@ def test_a_page_is_taken_back_only_from_who_holds_it(pages):
     with pytest.raises(ValueError, match="pages must be handed out and named once"):
         allocator.release(held[:1])
     assert sorted(allocator.allocate(allocator.num_free)) == list(range(1, allocator.num_pages))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dcp_size", DCP_SIZES)
+def test_keys_and_values_are_cached_in_their_owners_row_and_nowhere_else(dcp_size, dtype):
+    """Every slot of the pool, the padding page's among them; each value is rounded once."""
+    num_slots = (64 + 64) * dcp_size
+    slots = torch.randperm(num_slots).to(torch.int32)
+    slots[::5] = -1
+    k, v = torch.randn(num_slots, 2, 16), torch.randn(num_slots, 2, 16)
+    dealt = deal_slots(num_slots, dcp_size)
+    for rank in range(dcp_size):
+        cache = KeyValueCache(2, 64, 2, 16, dtype, CPU, dcp_size, rank)
+        for keys, values in cache.layers:
+            keys.fill_(float("nan"))
+            values.fill_(float("nan"))
+        cache.write(0, k, v, slots)
+        expected = torch.full((2, 128, 2, 16), float("nan"))
+        for token, slot in enumerate(slots.tolist()):
+            if slot != -1 and dealt[slot][0] == rank:
+                row = dealt[slot][1]
+                expected[0, row], expected[1, row] = k[token].to(dtype).float(), v[token].to(dtype).float()
+        for stored, want in zip(cache.layers[0], expected):
+            torch.testing.assert_close(stored.float(), want, rtol=0, atol=0, equal_nan=True)
+        assert all(part.float().isnan().all() for part in cache.layers[1])
+        assert cache.count_rows() == int((~expected[0].isnan()).all((1, 2)).sum())
+        assert cache.bytes_per_row == 2 * 2 * 16 * dtype.itemsize

@@ -210,6 +210,13 @@ _TABLES = {
         "bytes of a rank's send buffer, 2 ranks -> us",
         H200_PAIR,
     ),
+    "peer_exchange": StepInput(
+        {32896: 4.5, 263168: 5.6, 526336: 6.8, 2105344: 13.4, 4210688: 21.8, 8421376: 36.3},
+        "bytes received per GPU, 2 ranks -> us",
+        "one kernel that exchanges partial results over peer memory and merges them, 64 heads: measured on two H200, "
+        "2026-11-30, torch 2.14.1, triton 3.8.0, with an earlier kernel of the same kind; that queries take as long, "
+        "and more ranks as long for as many bytes, is assumed, not measured",
+    ),
     "fill_page_table": StepInput(
         {262144: 3.7, 8388608: 9.0}, "tokens of all contexts -> us per step, this package's kernel", H200_PAGES
     ),

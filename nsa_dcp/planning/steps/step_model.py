@@ -17,18 +17,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nsa_dcp.choices import COMM_BACKENDS, INDEX_KEYS
+from nsa_dcp.choices import COMM_BACKENDS, INDEX_KEYS, WIRES
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import ModelDims
 from nsa_dcp.planning.served_format import HEAD_BUCKETS
+from nsa_dcp.planning.steps.exchange_times import (
+    Values,
+    all_reduce_us,
+    exchange_on_nccl,
+    exchange_on_peers,
+    gather_us,
+)
 from nsa_dcp.planning.steps.step_inputs import StepInput, interpolate, measured_inputs, override_inputs
 from nsa_dcp.planning.steps.term_times import (
-    Values,
     agree_us,
-    all_reduce_us,
     attend_planned_us,
-    exchange_us,
-    gather_us,
     pad_heads_us,
     select_sharded_us,
     select_us,
@@ -83,6 +86,7 @@ class DecodeSetup:
             padded to a multiple of 8 (sglang's graphs).
         index_keys: `replicated` or `sharded`: each rank of a DCP group scores every row against its own keys, and the
             ranks agree on a threshold.
+        wire: `nccl`; or `peer`: queries and partial results over peer memory, one kernel each (NSA_DCP_WIRE).
     """
 
     tp_size: int = 8
@@ -92,11 +96,13 @@ class DecodeSetup:
     cp_decode_attn_tp: bool = True
     row_split_selection: bool | None = None
     index_keys: str = "replicated"
+    wire: str = "nccl"
 
     @property
     def replicates_q_proj(self) -> bool:
         """`replicate_q_proj` as sglang resolves it."""
-        return self.comm_backend == "a2a" if self.replicate_q_proj is None else self.replicate_q_proj
+        by_default = self.comm_backend == "a2a" and self.wire == "nccl"
+        return by_default if self.replicate_q_proj is None else self.replicate_q_proj
 
 
 def predict_step(
@@ -137,15 +143,13 @@ def predict_step(
         valid = min(context, model.index_topk) / n
         terms["attention"] = layers * attend_planned_us(values, heads, batch, valid)
         terms["localize"] = selections * interpolate(values.tables["localize"], batch)
-        terms["combine"] = layers * interpolate(values.tables["combine"], batch * heads, extend=True)
         replicated = mode == "tp_dcp" and setup.replicates_q_proj
-        if sliced and not replicated:
-            query_bytes = batch * local_heads * model.latent_dim * 2
-            terms["gather_q"] = layers * gather_us(values, n, query_bytes)
-            terms["arrange_heads"] = layers * interpolate(values.tables["arrange_heads"], n * query_bytes, extend=True)
-        terms["exchange"] = layers * exchange_us(values, setup.comm_backend, n, batch * heads, model.kv_lora_rank)
-        if not sliced:  # every rank needs all heads again
-            terms["exchange"] += layers * gather_us(values, n, batch * heads // n * model.kv_lora_rank * 2)
+        query_bytes = 0 if not sliced or replicated else batch * local_heads * model.latent_dim * 2
+        # With all heads on every rank, every rank needs all of them again.
+        merged_bytes = 0 if sliced else batch * heads // n * model.kv_lora_rank * 2
+        times = exchange_on_peers if setup.wire == "peer" else exchange_on_nccl
+        exchanged = times(values, setup.comm_backend, n, batch * heads, model.kv_lora_rank, query_bytes, merged_bytes)
+        terms |= {term: layers * us for term, us in exchanged.items()}
     else:
         # The stock schedule walks all 2,048 indices however many are valid.
         terms["attention"] = layers * interpolate(values.tables["attend_stock_64"], batch)
@@ -242,7 +246,7 @@ def format_report(report: Mapping[str, Any], *, show_inputs: bool = False) -> st
         selected = "sharded index keys"
     lines = [
         f"predicted decode step of {report['model']}, milliseconds (not measured; * does not fit the pool)",
-        f"tp {setup['tp_size']}, dcp {setup['dcp_size']}, {setup['comm_backend']}, "
+        f"tp {setup['tp_size']}, dcp {setup['dcp_size']}, {setup['comm_backend']}, wire {setup['wire']}, "
         f"replicated q projection {switch[setup['replicate_q_proj']]}, "
         f"decode head slice {switch[setup['cp_decode_attn_tp']]}, {selected}",
         "",
@@ -336,6 +340,10 @@ def _check(model: ModelDims, setup: DecodeSetup, mode: str, batch: int, context:
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if setup.wire not in WIRES:
+        raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {setup.wire!r}")
+    if setup.replicate_q_proj and setup.wire == "peer":
+        raise ValueError("replicate_q_proj must be off with wire peer, got on: queries travel through peer memory")
     if setup.replicate_q_proj and setup.comm_backend != "a2a":
         raise ValueError(
             f"replicate_q_proj must be off with comm_backend {setup.comm_backend}, got on: sglang replicates the query "

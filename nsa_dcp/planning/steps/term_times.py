@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from nsa_dcp.planning.served_format import padded_heads
+from nsa_dcp.planning.steps.exchange_times import Values, gather_us, link_us
 from nsa_dcp.planning.steps.step_inputs import interpolate
 
 _ROWS_PER_LAUNCH_128 = 132  # two rows for each of the 66 SM parts at 128 heads
-
-
-@dataclass(frozen=True)
-class Values:
-    """What the inputs say: numbers, and tables by ascending key."""
-
-    numbers: Mapping[str, float]
-    tables: Mapping[str, Mapping[float, float]]
 
 
 def attend_planned_us(values: Values, heads: int, batch: int, valid: float) -> float:
@@ -42,34 +34,6 @@ def select_us(values: Values, rows: int, context: int) -> float:
     """Scoring and selecting: the rounds of a long context take their time for one row too."""
     scores = interpolate(values.tables["index_scores"], rows * context, extend=True)
     return scores + _search_us(values, rows, context)
-
-
-def exchange_us(values: Values, backend: str, n: int, row_heads: int, value_dim: int) -> float:
-    """Exchanging the partial results of `row_heads` rows and heads."""
-    if backend == "a2a":
-        return link_us(values, "all_to_all", row_heads * (value_dim * 2 + 4) * (n - 1) / n, received_share=0.5)
-    gathered = gather_us(values, n, row_heads * 4)
-    return gathered + link_us(values, "reduce_scatter", row_heads * value_dim * 4 * (n - 1) / n, received_share=0.5)
-
-
-def all_reduce_us(values: Values, n: int, size: int) -> float:
-    """Summing `size` bytes over n ranks."""
-    if n == 1:
-        return 0.0
-    return link_us(values, "all_reduce", size * (n - 1) / n, received_share=0.5)
-
-
-def gather_us(values: Values, n: int, contributed: float) -> float:
-    """Gathering `contributed` bytes of each of n ranks."""
-    return link_us(values, "all_gather", contributed * (n - 1), received_share=1.0)
-
-
-def link_us(values: Values, table: str, received: float, received_share: float) -> float:
-    """Time to receive `received` bytes; `received_share` is what part of a table's key a rank of two receives."""
-    points = values.tables[table]
-    if values.numbers["link_bandwidth_gbs"]:
-        return next(iter(points.values())) + received / values.numbers["link_bandwidth_gbs"] / 1e3
-    return interpolate(points, received / received_share, extend=True)
 
 
 def select_sharded_us(values: Values, n: int, rows: int, context: int, topk: int) -> float:

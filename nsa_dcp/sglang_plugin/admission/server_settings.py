@@ -125,12 +125,15 @@ class ServerSettings:
 class ModelFacts:
     """The part of a checkpoint's config that decides whether nsa-dcp can serve it.
 
-    `is_dsa`: the model has DeepSeek Sparse Attention. `indexer_layers`: the layers that select, ascending.
+    `is_dsa`: the model has DeepSeek Sparse Attention. `has_kv_heads`: it caches keys and values by head, as GQA and MHA
+    models do; `num_key_value_heads` is 0 where that is not known. `indexer_layers`: the layers that select, ascending.
     `projection_format`: as `weight_rules.projection_format` returns it. `context_length`: the longest prompt that it
     was made for, in tokens; 0 where that is not known, as for `hidden_size`. The other fields carry the config's names.
     """
 
     is_dsa: bool
+    has_kv_heads: bool = False
+    num_key_value_heads: int = 0
     architecture: str = ""
     num_attention_heads: int = 0
     kv_lora_rank: int = 0

@@ -17,6 +17,7 @@ from nsa_dcp.sglang_plugin.attention.cp_decode import attend_replicated
 from nsa_dcp.sglang_plugin.attention.cp_pages import PageBuffer, plan_parts
 from nsa_dcp.sglang_plugin.attention.cp_prefill import PartSelections, attend_parts
 from nsa_dcp.sglang_plugin.attention.cp_zigzag import shard_metadata
+from nsa_dcp.wire import PeerWire
 from nsa_dcp_kernels import LocalSelection
 from nsa_dcp_kernels.kv_format import PAGE_SIZE
 
@@ -27,7 +28,11 @@ _PARTS = "_nsa_dcp_parts"
 class CpDcpSparseAttnBackend(DcpDeepseekSparseAttnBackend):
     """Gathers pages where a prompt is spread over the ranks, and merges partial results where it is not."""
 
-    def __init__(self, model_runner: Any, group: Any, comm_backend: str, pages: int) -> None:
+    _wire: PeerWire | None = None
+
+    def __init__(
+        self, model_runner: Any, group: Any, comm_backend: str, pages: int, wire: PeerWire | None = None
+    ) -> None:
         """Make the backend, run the kernel once, and allocate the gather buffer.
 
         Args:
@@ -35,11 +40,13 @@ class CpDcpSparseAttnBackend(DcpDeepseekSparseAttnBackend):
             group: sglang's DCP group, which has the ranks of its attention-CP group.
             comm_backend: `a2a` or `ag_rs`.
             pages: pages of each rank that the gather buffer holds.
+            wire: the group's, for steps that every rank works on.
 
         Raises:
             RuntimeError: as the kernel's trial in TP-DCP.
         """
         super().__init__(model_runner)
+        self._wire = wire
         first_layer = self.token_to_kv_pool.get_key_buffer(self.token_to_kv_pool.start_layer)
         self._start(group, comm_backend, PageBuffer(cache_rows(first_layer), pages, group))
 
@@ -124,7 +131,9 @@ class CpDcpSparseAttnBackend(DcpDeepseekSparseAttnBackend):
             metadata,
             lambda slots: self._localize_replicated(slots, metadata, rows.dtype == torch.uint8),
         )
-        return attend_replicated(queries, rows, selection, sm_scale, self.num_q_heads, self._group, self._comm_backend)
+        return attend_replicated(
+            queries, rows, selection, sm_scale, self.num_q_heads, self._group, self._comm_backend, self._wire
+        )
 
     def _localize_replicated(self, topk_slots: torch.Tensor, metadata: Any, packed: bool) -> LocalSelection:
         # Key ranges are what `_get_topk_ragged` selects by, and it leaves ties to each rank. All other selections are

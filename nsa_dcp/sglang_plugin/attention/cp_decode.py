@@ -1,7 +1,8 @@
-"""CP-DCP attention of tokens that every rank works on: decode, target-verify, and prefill chunks that are not split.
+"""Attention of tokens that every rank works on, where sglang's layers know of no DCP: queries gathered, parts merged.
 
-As in TP-DCP each rank attends to its own part of the cache, and the parts are merged. What differs is which heads a
-rank starts from and needs in the end: all of them, or with --enable-cp-decode-attn-tp its own slice.
+CP-DCP's decode, target-verify and prefill chunks that are not split; and all of TP-DCP where it has a wire. Each rank
+attends to its own part of the cache, and the parts are merged. A rank starts from, and needs in the end, all heads, or
+its own slice of them: CP-DCP with --enable-cp-decode-attn-tp, and TP-DCP.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nsa_dcp.wire import PeerWire
 from nsa_dcp_kernels import LocalSelection, attend_selection
 
 
@@ -21,6 +23,7 @@ def attend_replicated(
     num_heads: int,
     group: Any,
     comm_backend: str,
+    wire: PeerWire | None = None,
 ) -> torch.Tensor:
     """Attend to a selection whose tokens are spread over the DCP group.
 
@@ -30,19 +33,30 @@ def attend_replicated(
         cache_rows: [R, 656] uint8 or [R, 576] bfloat16, this rank's rows of one layer.
         selection: this rank's part of one selection for all ranks.
         sm_scale: multiplies q . k before the softmax.
-        num_heads: of the model.
+        num_heads: of the group: in CP-DCP the model's.
         group: sglang's DCP group.
-        comm_backend: `a2a` or `ag_rs`.
+        comm_backend: `a2a` or `ag_rs`, of what no wire takes.
+        wire: the group's, if it has one. Whether it takes a step is told by shapes, so alike on every rank.
 
     Returns:
         [T, H, 512], dtype of `q`, contiguous; zeros for a row that selects nothing.
     """
     sliced = q.shape[1] != num_heads
     if sliced:
-        q = group.all_gather(q.contiguous(), dim=1)
+        q = _gather_heads(q, group, wire)
     out, lse = attend_selection(q, cache_rows, selection, sm_scale)
-    merged = _merge(out.contiguous(), lse.contiguous(), group, comm_backend)
-    return merged if sliced else group.all_gather(merged, dim=1)
+    if wire is not None and wire.takes_partials([(out, lse)]):
+        merged = wire.merge_heads([(out, lse)])
+    else:
+        merged = _merge(out.contiguous(), lse.contiguous(), group, comm_backend)
+    return merged if sliced else _gather_heads(merged, group, wire)
+
+
+def _gather_heads(heads: torch.Tensor, group: Any, wire: PeerWire | None) -> torch.Tensor:
+    """[T, H / N, D] of every rank -> [T, H, D], in rank order, contiguous."""
+    if wire is not None and wire.takes_queries(heads):
+        return wire.gather_heads(heads)
+    return group.all_gather(heads.contiguous(), dim=1)
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, group: Any, comm_backend: str) -> torch.Tensor:

@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nsa_dcp.planning.dimensions import PRESETS
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS
 from nsa_dcp.sglang_plugin.admission.advice import advise, use
 from nsa_dcp.sglang_plugin.admission.held_report import describe_held_memory
 from nsa_dcp.sglang_plugin.admission.reading import server_command
 from nsa_dcp.sglang_plugin.admission.reading.launch_line import LaunchLine, read_launch_line
 from nsa_dcp.sglang_plugin.admission.reading.server_command import ServerCommand
+from nsa_dcp.sglang_plugin.admission.rules.kv_head_rules import find_kv_head_problems
 from nsa_dcp.sglang_plugin.admission.rules.stock_rules import find_stock_refusals
 from nsa_dcp.sglang_plugin.admission.server_shape import count_groups, shape_of_command
 from nsa_dcp.sglang_plugin.admission.validation import (
@@ -28,6 +30,7 @@ from nsa_dcp.sglang_plugin.admission.validation import (
     SPARSE_BACKEND,
     ModelFacts,
     Problem,
+    ServerSettings,
     find_typed_problems,
     is_served_here,
 )
@@ -98,7 +101,7 @@ def add_doctor_parser(subparsers: argparse._SubParsersAction) -> argparse.Argume
     model.add_argument(
         "--config", metavar="FILE", help="the model's config.json, when --model-path is not on this machine"
     )
-    model.add_argument("--preset", metavar="NAME", help=f"or one of {', '.join(PRESETS)}")
+    model.add_argument("--preset", metavar="NAME", help=f"or one of {', '.join((*PRESETS, *KV_HEAD_PRESETS))}")
     model.add_argument(
         "--preset-if-absent", metavar="NAME", help="one of these, where the command's model is not on this machine"
     )
@@ -234,7 +237,7 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str, *, dsa
     notes = [f"model facts from {source}", "judged as on a Hopper GPU (9.0)"]
     stock_checks = "sglang's own checks of its other flags are made when the server starts"
     if not is_served_here(settings, model, HOPPER):
-        refusals = find_stock_refusals(settings)
+        refusals = find_stock_refusals(settings) or _find_kv_head_problems(settings, model)
         if dsa_only and settings.dcp_size > 1:
             refusals.insert(0, _refuse_other_model(model))
         if refusals:
@@ -297,6 +300,13 @@ def _given_model_facts(
     if config is None:
         raise ValueError("the model must be given by its config or by a preset, got neither")
     return server_command.read_model_facts(config, overrides), config
+
+
+def _find_kv_head_problems(settings: ServerSettings, model: ModelFacts) -> list[Problem]:
+    phases = (settings.prefill_attention_backend, settings.decode_attention_backend)
+    if settings.kv_cache_dtype == "fp8_e5m2" and set(phases) <= {None, "fa3"}:
+        return []  # sglang takes triton or fa3 then, and which depends on how the backends were asked for
+    return find_kv_head_problems(settings, model, HOPPER)
 
 
 def _refuse_other_model(model: ModelFacts) -> Problem:

@@ -29,7 +29,11 @@ from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, ServerSettings
 
 # Name, and the value that stands for a variable that is not set.
-OWN_VARIABLES: tuple[tuple[str, str], ...] = (("NSA_DCP_TOPK", "exact"), (INDEX_KEYS_VARIABLE, INDEX_KEYS[0]))
+OWN_VARIABLES: tuple[tuple[str, str], ...] = (
+    ("NSA_DCP_TOPK", "exact"),
+    ("NSA_DCP_WIRE", "nccl"),
+    (INDEX_KEYS_VARIABLE, INDEX_KEYS[0]),
+)
 
 # What a selection is, how ties fall in it, and which scores it is made from.
 _SELECTION_VARIABLES = (

@@ -12,14 +12,16 @@ from nsa_dcp.sglang_plugin.compat import require
 from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_in_decode
 from nsa_dcp.sglang_plugin.startup.served_sizes import gather_buffer_pages
 from nsa_dcp.sglang_plugin.startup.weight_layout import check_sliced_weights
+from nsa_dcp.wire import PeerWire
 
 
-def build_context_parallel_backend(model_runner: Any, parallel: Any) -> Any:
+def build_context_parallel_backend(model_runner: Any, parallel: Any, wire: PeerWire | None = None) -> Any:
     """Check groups, model and strategy, change the latter two as CP-DCP needs them, and return the backend.
 
     Args:
         model_runner: sglang's ModelRunner, its model loaded and its pools built and checked.
         parallel: sglang's parallel context.
+        wire: the DCP group's, if it has one.
 
     Raises:
         RuntimeError: what sglang has built is not what nsa-dcp was written against, or the kernel's trial fails.
@@ -39,9 +41,8 @@ def build_context_parallel_backend(model_runner: Any, parallel: Any) -> Any:
 
     if is_zigzag():
         patches.patch_zigzag_strategy(get_cp_strategy())
-    return CpDcpSparseAttnBackend(
-        model_runner, parallel.dcp_group, parallel.dcp_comm_backend, gather_buffer_pages(model_runner, parallel)
-    )
+    pages = gather_buffer_pages(model_runner, parallel)
+    return CpDcpSparseAttnBackend(model_runner, parallel.dcp_group, parallel.dcp_comm_backend, pages, wire)
 
 
 def check_groups(parallel: Any) -> None:

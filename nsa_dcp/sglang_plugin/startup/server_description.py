@@ -16,15 +16,17 @@ from nsa_dcp.sglang_plugin.startup.served_sizes import (
     served_dtype,
 )
 from nsa_dcp.sglang_plugin.startup.startup_line import startup_line
+from nsa_dcp.wire import PeerWire
 
 
-def describe_server(model_runner: Any, parallel: Any, topk: str) -> str:
+def describe_server(model_runner: Any, parallel: Any, topk: str, wire: PeerWire | None = None) -> str:
     """Return the log line of what is served: group, heads, bytes per token, buffers of the largest steps.
 
     Args:
         model_runner: sglang's ModelRunner, its model loaded and its pools built.
         parallel: sglang's parallel context.
         topk: what selects, of `patches.use_exact_topk`.
+        wire: the DCP group's, if it has one.
     """
     shape = read_shape(model_runner, parallel)
     return startup_line(
@@ -35,6 +37,7 @@ def describe_server(model_runner: Any, parallel: Any, topk: str) -> str:
         buffers=_count_buffers(model_runner, parallel),
         held=count_held_memory(model_runner, parallel),
         topk=topk,
+        wire_bytes=None if wire is None else wire.nbytes,
     )
 
 

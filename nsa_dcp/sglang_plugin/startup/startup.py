@@ -24,7 +24,9 @@ from nsa_dcp.sglang_plugin.startup.cp_startup import build_context_parallel_back
 from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup.served_sizes import captured_requests, read_sizes, served_dtype
 from nsa_dcp.sglang_plugin.startup.server_description import describe_server
+from nsa_dcp.sglang_plugin.startup.server_wire import open_server_wire
 from nsa_dcp.sglang_plugin.startup.weight_updates import refuse_weight_updates
+from nsa_dcp.wire import PeerWire
 
 logger = logging.getLogger(__name__)
 
@@ -76,21 +78,28 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     check_agreement(model_runner, parallel, settings, model)
     patches.gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
     refuse_weight_updates(model_runner, settings)
+    wire = open_server_wire(model_runner, parallel)
     if parallel.attn_cp_size > 1:
-        backend = build_context_parallel_backend(model_runner, parallel)
+        backend = build_context_parallel_backend(model_runner, parallel, wire)
     else:
-        backend = _build_tensor_parallel_backend(model_runner, parallel)
+        backend = _build_tensor_parallel_backend(model_runner, parallel, wire)
     patches.fill_page_tables_by_page(backend)
     topk = patches.use_exact_topk(backend)
-    logger.info(describe_server(model_runner, parallel, topk))
+    logger.info(describe_server(model_runner, parallel, topk, wire))
     return backend
 
 
-def _build_tensor_parallel_backend(model_runner: Any, parallel: Any) -> Any:
+def _build_tensor_parallel_backend(model_runner: Any, parallel: Any, wire: PeerWire | None) -> Any:
     from nsa_dcp.sglang_plugin.attention.backend import DcpDeepseekSparseAttnBackend
 
     select_alike_on_every_rank(model_runner.model, parallel.attn_tp_group)
     patches.prepare_idle_steps_quietly(model_runner.model)
+    if wire is not None:
+        from nsa_dcp.sglang_plugin.attention.wired_backend import WiredSparseAttnBackend
+
+        local_heads = model_runner.model_config.num_attention_heads // parallel.attn_tp_size
+        patches.hide_dcp_from_layers(model_runner.model, local_heads)
+        return WiredSparseAttnBackend(model_runner, parallel.dcp_group, parallel.dcp_comm_backend, wire)
     return DcpDeepseekSparseAttnBackend(model_runner)
 
 

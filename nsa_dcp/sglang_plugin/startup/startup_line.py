@@ -28,6 +28,7 @@ def startup_line(
     held: HeldMemory,
     topk: str,
     cp_strategy: str | None = None,
+    wire_bytes: int | None = None,
 ) -> str:
     """The line.
 
@@ -41,6 +42,7 @@ def startup_line(
         held: what else lies beside the pools.
         topk: what selects: `exact`, or the name of sglang's top-k backend.
         cp_strategy: `interleave` or `zigzag` in CP-DCP.
+        wire_bytes: of peer memory that the ranks exchange through, beside what is held; None: they use NCCL.
 
     ValueError: the group is empty.
     """
@@ -54,6 +56,8 @@ def startup_line(
         "heads": gathered_heads,
         "head_bucket": head_bucket,
         "dcp_comm_backend": comm_backend,
+        "wire": "nccl" if wire_bytes is None else "peer",
+        **({} if wire_bytes is None else {"wire_bytes": wire_bytes}),
         "topk": topk,
         **pool_facts(pool, len(group_ranks)),
         "buffer_budget_bytes": {

@@ -52,6 +52,7 @@ def models(tmp_path, monkeypatch):
         "SHORT_PATTERN": glm | {"index_topk_pattern": "FFSS"},
         "QWEN": glm | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 8},
     }
+    configs["QWEN_MOE"] = configs["QWEN"] | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     for name, config in configs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -202,6 +203,16 @@ REFUSED = [
     f"{launch_commands.F} --dsa-decode-backend fa3",
     f"{launch_commands.F} --enable-memory-saver",
     *(
+        f"python -m sglang.launch_server --model-path {flags}"
+        for flags in (
+            "QWEN --tp 8 --dcp-size 8",
+            "QWEN --tp 16 --dcp-size 4 --attention-backend triton",
+            "QWEN --tp 16 --dcp-size 2 --decode-attention-backend flashinfer",
+            "QWEN_MOE --tp 16 --dcp-size 2 --attention-backend triton",
+            "QWEN_MOE --tp 16 --dcp-size 2 --attention-backend triton --speculative-algorithm NGRAM",
+        )
+    ),
+    *(
         f"{launch_commands.F} --json-model-override-args {shlex.quote(json.dumps(overrides))}"
         for overrides in (
             {"index_kpool": 4},
@@ -211,7 +222,7 @@ REFUSED = [
         )
     ),
 ]
-RULES = ("validation", "feature_rules", "pipeline_rules", "stock_rules", "chunk_rules", "weight_rules")
+RULES = ("validation", "feature_rules", "kv_head_rules", "pipeline_rules", "stock_rules", "chunk_rules", "weight_rules")
 
 
 @pytest.mark.usefixtures("models")

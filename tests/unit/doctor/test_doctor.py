@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa_dcp.cli import main
 from nsa_dcp.sglang_plugin.admission.reading.server_command import read_model_facts, read_without_sglang, strip_launcher
 from nsa_dcp.sglang_plugin.doctor import doctor, machine_checks
 from nsa_dcp.sglang_plugin.doctor.machine_checks import Check, check_gpus, parse_topology
@@ -316,3 +317,11 @@ def _done(code, stdout="", stderr=""):
 
 def _smi(gpus, topology=""):
     return lambda command, **_: _done(0, topology if "topo" in command else gpus)
+
+
+def test_a_preset_with_kv_heads_is_judged_by_its_heads(capsys):
+    words = "doctor --no-imports --command-only --preset qwen3-235b-a22b -- --tp 8 --dcp-size 4"
+    assert main(words.split()) == 1
+    printed = capsys.readouterr().out
+    assert "nsa-dcp does not serve models with KV heads yet" in printed
+    assert "use --dcp-size 2: it must divide tp / KV heads" in printed

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from nsa_dcp.planning.config_fields import (
     first_architecture,
@@ -24,9 +25,11 @@ from nsa_dcp.planning.config_fields import (
 )
 from nsa_dcp.planning.dimensions import indexer_layers, preset_dims
 from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
+from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS, kv_head_preset
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.planning.served_format import DEEPSEEK, GLM
 from nsa_dcp.sglang_plugin.admission.reading import launch_parser
+from nsa_dcp.sglang_plugin.admission.reading.attention_family import facts_without_selection
 from nsa_dcp.sglang_plugin.admission.reading.launch_config import merge_config_file
 from nsa_dcp.sglang_plugin.admission.reading.launch_line import strip_launcher as strip_launcher
 from nsa_dcp.sglang_plugin.admission.reading.sglang_flags import list_unjudged
@@ -204,8 +207,8 @@ def _facts_from_config(
     if "architectures" in overrides:
         architecture = first_architecture(overrides, source)
     if architecture not in DSA_ARCHITECTURES or text.get("index_topk") is None:
-        return ModelFacts(is_dsa=False, architecture=architecture)
-    numbers = {
+        return facts_without_selection(text, architecture)
+    numbers: dict[str, Any] = {  # integers
         field: positive_integer(text, field, source)
         for field in ("num_attention_heads", "num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")
     }
@@ -234,6 +237,14 @@ def preset_model_facts(preset: str, overrides: Mapping[str, object] | None = Non
 
     ValueError: the name is unknown.
     """
+    if preset in KV_HEAD_PRESETS:
+        model = kv_head_preset(preset)
+        published: dict[str, object] = {
+            "architectures": [model.architecture],
+            "num_attention_heads": model.num_attention_heads,
+            "num_key_value_heads": model.num_key_value_heads,
+        }
+        return _facts_from_config(published, overrides or {}, source=f"preset {preset}")
     dims = preset_dims(preset)
     config: dict[str, object] = {
         "architectures": [dims.architecture],

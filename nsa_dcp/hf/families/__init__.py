@@ -1,0 +1,1 @@
+"""The attention families of the embedded engine."""
