@@ -135,7 +135,7 @@ def test_the_step_model_follows_the_choice(run):
     assert step["tp_dcp"]["agree_threshold"] > 0 and step["tp_dcp"]["gather_selection"] == 0
     assert step["tp"]["agree_threshold"] == 0
     text = run(*MODEL, "--index-keys", "sharded")[1]
-    assert "dcp 8, a2a, replicated q projection on" in text and "sharded index keys" in text
+    assert "dcp 8, a2a, wire nccl, replicated q projection on" in text and "slice on, sharded index keys" in text
     assert "row_split_selection must be off" in run(*MODEL, "--index-keys", "sharded", "--row-split-selection")[2]
 
 
