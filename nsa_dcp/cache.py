@@ -1,9 +1,9 @@
 """The paged caches of one rank, and the allocator of the widened pages that all are addressed by.
 
-Latent cache: this rank's share of every layer's tokens, `size + page_size` rows. Index-key cache: every token, for the
-layers that own an indexer, `(size + page_size) * dcp_size` slots. Key and value cache, of models with KV heads: as the
-latents. The first widened page is never handed out: padding
-may be written there.
+Latent cache: this rank's share of every layer's tokens, `size + page_size` rows. Index-key cache, for the layers that
+own an indexer: every token, `(size + page_size) * dcp_size` slots; or, where index keys are sharded, the same tokens as
+the latents, in the same rows. Key and value cache, of models with KV heads: as the latents. The first widened page is
+never handed out: padding may be written there.
 """
 
 import torch
@@ -68,39 +68,48 @@ class LatentCache:
 
 
 class IndexKeyCache:
-    """Every token's index key, on every rank, for the layers that own an indexer.
+    """Index keys of the layers that own an indexer: every token's, on every rank, or of this rank's tokens alone.
 
     layers: layer index -> [pages, 64 * 132] uint8 (FP8 keys with a scale each) or [slots, 128].
     """
 
     def __init__(
-        self, owning_layers: list[int], size: int, dtype: torch.dtype, device: torch.device, dcp_size: int
+        self,
+        owning_layers: list[int],
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        dcp_size: int,
+        own_rank: int | None = None,
     ) -> None:
         """Allocate.
 
         Args:
             owning_layers: layers that own an indexer; the others reuse an earlier layer's selection.
-            size: rows that tokens can use on one rank's *latent* cache; this cache spans all ranks' slots.
+            size: rows that tokens can use on one rank's *latent* cache.
             dtype: torch.uint8 for FP8, else a floating-point dtype.
             device: where.
             dcp_size: ranks that share the latents.
+            own_rank: this rank's place, where it keeps its own tokens' keys in the latents' rows. None: every token's,
+                over all ranks' slots.
         """
-        slots = (size + PAGE_SIZE) * dcp_size
+        self.shards, self.shard = (1, 0) if own_rank is None else (dcp_size, own_rank)
+        slots = (size + PAGE_SIZE) * dcp_size // self.shards
         shape = (slots // PAGE_SIZE, PAGE_SIZE * INDEX_KEY_BYTES) if dtype == torch.uint8 else (slots, INDEX_HEAD_DIM)
         self.layers = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in owning_layers}
         self._written = _WrittenRows(slots, device)
 
     def write(self, layer: int, keys: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep the whole step's index keys.
+        """Keep the step's index keys, or those that this rank owns.
 
         Args:
             layer: index of a layer that owns an indexer.
-            keys: [T, 128].
+            keys: [T, 128]. The whole step's.
             slots: [T] int32, undivided; -1 is skipped.
         """
-        scatter_index_keys_(self.layers[layer], keys, slots)
+        scatter_index_keys_(self.layers[layer], keys, slots, self.shards, self.shard)
         if layer == next(iter(self.layers)):
-            self._written.mark(slots, slots >= 0)
+            self._written.mark(slots // self.shards, owned_slots(slots, self.shards, self.shard, 1))
 
     def count_tokens(self) -> int:
         """Slots of the first owning layer that were ever written, also with zeros."""

@@ -15,6 +15,8 @@ WIRE_VARIABLE, DEFAULT_WIRE = "NSA_DCP_WIRE", "nccl"
 SELECTIONS = ("replicated", "row_split")
 # Of TP-DCP's prefills: planning.prefill_ways.
 PREFILL_WAYS = ("queries", "rows", "auto")
+# Every token's on every rank, or each token's on the rank that owns its latents.
+INDEX_KEYS = ("replicated", "sharded")
 # Of the embedded engine's caches. Servers and the planner have no float32 one, and servers spell bf16 as sglang does.
 KV_CACHE_DTYPES = ("float32", "bf16", "fp8_e4m3")
 

@@ -90,6 +90,23 @@ def all_gather(local: torch.Tensor, group: Group) -> torch.Tensor:
     return gathered
 
 
+def exchange(parts: torch.Tensor, group: Group) -> torch.Tensor:
+    """Give rank n part n, and get its part for this rank.
+
+    Args:
+        parts: [N, ...], any dtype, the same shape on every rank.
+        group: ranks to exchange with.
+
+    Returns:
+        Shape of `parts`: entry n is what rank n had for this rank.
+    """
+    if size_of(group) == 1:
+        return parts
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received.flatten(), parts.contiguous().flatten(), group=group)
+    return received
+
+
 def all_reduce(values: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum over the group; `values` itself is overwritten where the group has several ranks."""
     if size_of(group) > 1:
@@ -206,9 +223,7 @@ def merge_heads(out: torch.Tensor, lse: torch.Tensor, group: Group, comm_backend
 
 def _merge_a2a(out: torch.Tensor, lse: torch.Tensor, group: Group) -> torch.Tensor:
     sent = pack_partials(out, lse, size_of(group))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), group=group)
-    return merge_packed(received, out.dtype)[0]
+    return merge_packed(exchange(sent, group), out.dtype)[0]
 
 
 def _merge_ag_rs(out: torch.Tensor, lse: torch.Tensor, group: Group) -> torch.Tensor:

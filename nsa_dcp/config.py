@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nsa_dcp.choices import COMM_BACKENDS, CP_STRATEGIES, KV_CACHE_DTYPES, MODES, PREFILL_WAYS, SELECTIONS
+from nsa_dcp.choices import COMM_BACKENDS, CP_STRATEGIES, INDEX_KEYS, KV_CACHE_DTYPES, MODES, PREFILL_WAYS, SELECTIONS
 from nsa_dcp_kernels.kv_format import INDEX_HEAD_DIM, KV_LORA_RANK, PAGE_SIZE, QK_ROPE_HEAD_DIM
 
 MAX_GATHERED_HEADS = 128
@@ -60,9 +60,11 @@ class DcpConfig:
         ranks and decode steps head-sharded.
     cp_strategy: "interleave" or "zigzag".
     dcp_comm_backend: "a2a" or "ag_rs".
-    selection: "replicated", every rank scores every query row; "row_split", 1/dcp_size of them.
+    selection: "replicated", every rank scores every query row; "row_split", 1/dcp_size of them. With sharded index
+        keys, of a prompt's rows; then a decode step's are scored by every rank, each against its own keys.
     prefill: how prompts that run head-sharded attend: "queries", every rank with its tokens to the heads of all ranks;
         "rows", every rank with its rows to the tokens of all ranks; "auto", whichever moves fewer bytes.
+    index_keys: "replicated", every rank holds every token's; "sharded", each holds those of its own tokens.
     """
 
     tp_size: int = 1
@@ -72,6 +74,7 @@ class DcpConfig:
     dcp_comm_backend: str = "a2a"
     selection: str = "row_split"
     prefill: str = "auto"
+    index_keys: str = "replicated"
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "dcp_size"):
@@ -82,6 +85,7 @@ class DcpConfig:
         _check_choice("dcp_comm_backend", self.dcp_comm_backend, COMM_BACKENDS)
         _check_choice("selection", self.selection, SELECTIONS)
         _check_choice("prefill", self.prefill, PREFILL_WAYS)
+        _check_choice("index_keys", self.index_keys, INDEX_KEYS)
         if self.tp_size % self.dcp_size:
             raise ValueError(
                 f"dcp_size must divide tp_size, since a DCP group is a slice of the TP ranks, got dcp_size "
@@ -97,6 +101,11 @@ class DcpConfig:
     def cp_size(self) -> int:
         """Context-parallel ranks of a prefill chunk."""
         return self.tp_size if self.mode == "cp" else 1
+
+    @property
+    def shards_index_keys(self) -> bool:
+        """Whether a rank lacks some tokens' index keys."""
+        return self.index_keys == "sharded" and self.dcp_size > 1
 
     def check_model(self, shape: ModelShape) -> None:
         """Refuse a model that cannot be split this way.

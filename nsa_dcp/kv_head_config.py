@@ -33,7 +33,7 @@ class KvHeadShape:
 
         Raises:
             ValueError: the heads do not divide over the ranks, or a DCP group would hold several KV heads.
-            NotImplementedError: prompts were to be token-sharded, or prefilled by rows.
+            NotImplementedError: prompts were to be token-sharded or prefilled by rows, or index keys sharded.
         """
         if config.mode != "tp":
             raise NotImplementedError(
@@ -42,6 +42,10 @@ class KvHeadShape:
         if config.prefill == "rows":
             raise NotImplementedError(
                 "prefill must be queries or auto for models with KV heads, whose rows see whole contexts, got rows"
+            )
+        if config.index_keys != "replicated":
+            raise NotImplementedError(
+                f"index_keys must be replicated for models with KV heads, which have none, got {config.index_keys}"
             )
         span = config.tp_size
         if self.num_heads % span:

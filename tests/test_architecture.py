@@ -16,6 +16,7 @@ SOURCES = {"nsa_dcp": ROOT / "nsa_dcp", "nsa_dcp_kernels": ROOT / "kernels" / "n
 HEAVY = ("nsa_dcp.hf", "nsa_dcp.testing", "nsa_dcp_kernels._triton")
 _BACKENDS = ("backend", "cp_backend", "row_backend", "wired_backend")
 HEAVY += tuple(f"nsa_dcp.sglang_plugin.attention.{name}" for name in _BACKENDS)
+HEAVY += ("nsa_dcp.sglang_plugin.selection.sharded_key_cache",)
 LIGHT_PACKAGES = {"nsa_dcp", "nsa_dcp_kernels", "torch", "numpy"}
 MAX_LINES = 400
 # A folder is a role: more modules than this are several roles, but where all are alike, an op or a test each.

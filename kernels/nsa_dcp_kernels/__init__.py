@@ -1,7 +1,7 @@
 """Everything that runs on one GPU and knows no process group. CPU tensors run `reference`, CUDA tensors the kernels."""
 
 from nsa_dcp_kernels.index_logits import score_index
-from nsa_dcp_kernels.index_page_gather import gather_index_pages
+from nsa_dcp_kernels.index_page_gather import gather_index_pages, join_index_pages
 from nsa_dcp_kernels.kv_pack import (
     gather_index_keys,
     pack_latent,
@@ -20,6 +20,7 @@ from nsa_dcp_kernels.peer_exchange import exchange_partials, gather_heads_from_p
 from nsa_dcp_kernels.peer_memory import PeerChannels
 from nsa_dcp_kernels.schedule import SparsePlan, plan_sparse
 from nsa_dcp_kernels.selection import LocalSelection, attend_selection, localize_selection
+from nsa_dcp_kernels.sharded_selection import find_threshold, localize_contexts, select_candidates, take_own
 from nsa_dcp_kernels.slot_selection import select_slots
 from nsa_dcp_kernels.sparse_mla import attend_sparse
 from nsa_dcp_kernels.topk import select_topk
@@ -34,11 +35,14 @@ __all__ = [
     "attend_sparse",
     "exchange_partials",
     "fill_page_table_",
+    "find_threshold",
     "gather_heads_from_peers",
     "gather_index_keys",
     "gather_index_pages",
     "gather_pages",
     "gather_rows_from_peers",
+    "join_index_pages",
+    "localize_contexts",
     "localize_selection",
     "localize_topk",
     "look_up_slots",
@@ -53,8 +57,10 @@ __all__ = [
     "scatter_kv_",
     "scatter_latent_",
     "score_index",
+    "select_candidates",
     "select_slots",
     "select_topk",
+    "take_own",
     "unpack_latent",
     "unpack_partials",
 ]

@@ -100,25 +100,30 @@ def scatter_latent_(
     return reference.scatter_latent_(cache, k_nope, k_rope, slots, dcp_size, dcp_rank)
 
 
-def scatter_index_keys_(cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write new tokens' index keys. The cache spans every slot, so slots are used undivided.
+def scatter_index_keys_(
+    cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, dcp_size: int = 1, dcp_rank: int = 0
+) -> None:
+    """Write new tokens' index keys into the rows that one rank owns.
 
     Args:
         cache: [pages, 64 * 132] uint8 (float8_e4m3 keys with a scale each), or [R, 128] bf16/f32/f64. Modified.
         keys: [T, 128] bfloat16 or float32 (float64 on a CPU), RoPE applied.
         slots: [T] int32 or int64. A negative slot is skipped; no two may be equal.
+        dcp_size, dcp_rank: this rank's place, where index keys are sharded: it keeps slots with slot % dcp_size equal
+            to dcp_rank, in row slot // dcp_size. By default the cache spans every slot, and slots are used undivided.
 
     Raises:
-        ValueError: a shape or dtype is not as above.
+        ValueError: a shape, a dtype or the rank is not as above.
     """
     check_tensor(keys, "keys", (None, INDEX_HEAD_DIM), _INPUTS)
     _check_index_cache(cache, keys)
     check_tensor(slots, "slots", (keys.shape[0],), _SLOTS, like=keys)
+    check_rank(dcp_size, dcp_rank)
     if cache.is_cuda:
         from nsa_dcp_kernels._triton.kv_pack import scatter_index_keys_ as launch
 
-        return launch(cache, keys, slots)
-    return reference.scatter_index_keys_(cache, keys, slots)
+        return launch(cache, keys, slots, dcp_size, dcp_rank)
+    return reference.scatter_index_keys_(cache, keys, slots, dcp_size, dcp_rank)
 
 
 def gather_index_keys(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -153,14 +153,16 @@ def scatter_latent_(
 # --- index-key cache ------------------------------------------------------------------------------------------------
 
 
-def scatter_index_keys_(cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
-    written = slots >= 0
-    slots, keys = slots[written].long(), keys[written]
+def scatter_index_keys_(
+    cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, dcp_size: int = 1, dcp_rank: int = 0
+) -> None:
+    owned = owned_slots(slots, dcp_size, dcp_rank)
+    rows, keys = slots[owned].long() // dcp_size, keys[owned]
     if cache.dtype != torch.uint8:
-        cache[slots] = keys.to(cache.dtype)
+        cache[rows] = keys.to(cache.dtype)
         return
     quantised, scale = quantise_tiles(keys.float())
-    page, offset = slots // PAGE_SIZE, slots % PAGE_SIZE
+    page, offset = rows // PAGE_SIZE, rows % PAGE_SIZE
     key_view, scale_view = index_page_views(cache)
     key_view[page, offset] = quantised.view(torch.uint8)
     scale_view[page, offset] = scale
@@ -189,6 +191,17 @@ def gather_index_pages(
         keys.append(key_view[used].flatten(0, 1)[:length])
         scales.append(scale_view[used].flatten()[:length, None].view(torch.uint8))
     return torch.cat(keys), torch.cat(scales)
+
+
+def join_index_pages(shards: torch.Tensor) -> torch.Tensor:
+    num_ranks, _, width = shards.shape
+    if shards.dtype != torch.uint8:
+        return shards.transpose(0, 1).reshape(-1, width)
+    keys, scales = index_page_views(shards.reshape(-1, width))
+    # [N, G, 64, ...] -> widened pages of 64 N slots, of which slot i * N + n is row i of rank n.
+    keys = keys.unflatten(0, (num_ranks, -1)).permute(1, 2, 0, 3).reshape(-1, _PAGE_SCALES_AT)
+    scales = scales.unflatten(0, (num_ranks, -1)).permute(1, 2, 0).reshape(-1, PAGE_SIZE)
+    return torch.cat([keys, scales.contiguous().view(torch.uint8)], dim=1)
 
 
 def index_page_views(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,6 +247,8 @@ def fill_page_table_(
 def look_up_slots(
     positions: torch.Tensor, row_request: torch.Tensor, page_table: torch.Tensor, page_size: int
 ) -> torch.Tensor:
+    if not page_table.shape[1]:
+        return torch.full(positions.shape, -1, dtype=torch.int32)
     safe = positions.clamp(min=0)
     page = page_table[row_request.unsqueeze(1).expand_as(positions).long(), (safe // page_size).long()]
     return torch.where(positions >= 0, page * page_size + safe % page_size, -1).to(torch.int32)

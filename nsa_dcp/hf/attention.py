@@ -17,7 +17,7 @@ from nsa_dcp import comm
 from nsa_dcp.cache import IndexKeyCache, LatentCache
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.hf.step import Step
-from nsa_dcp.indexer import select_positions, select_positions_row_split
+from nsa_dcp.indexer import gather_index_cache, select_own, select_positions, select_positions_row_split
 from nsa_dcp.layout import slots_at
 from nsa_dcp.row_prefill import attend_gathered, localize_gathered
 from nsa_dcp.tp_dcp import attend_sharded
@@ -179,16 +179,21 @@ class DcpAttention(nn.Module):
         weights = indexer.weights_proj(x[own].to(indexer.weights_proj.weight.dtype)).to(accumulator(q.dtype))
         weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
         row_request = step.row_request[own].contiguous()
+        index_cache = self.index_keys.layers[self.layer]
+        if step.index_gather:
+            index_cache = gather_index_cache(index_cache, step.index_gather.pages, self.ranks.dcp_group)
         scored = (
             q,
             weights,
-            self.index_keys.layers[self.layer],
+            index_cache,
             step.index_pages,
             row_request,
             step.context_lens[own].contiguous(),
             step.max_context_len,
             indexer.index_topk,
         )
+        if config.shards_index_keys and not step.index_gather:
+            return LocalSelection(*select_own(*scored, group=self.ranks.dcp_group), config.dcp_size)
         if config.selection == "row_split" and step.pages is None:
             positions = select_positions_row_split(*scored, group=self.ranks.dcp_group)
         else:

@@ -55,6 +55,7 @@ def run_generate(args: argparse.Namespace) -> int:
         dcp_comm_backend=args.dcp_comm_backend,
         selection=args.index_selection,
         prefill=args.prefill,
+        index_keys=args.index_keys,
     )
     for name in ("max_new_tokens", "chunked_prefill_size"):
         if getattr(args, name) < 1:
@@ -114,6 +115,7 @@ def run_generate(args: argparse.Namespace) -> int:
         "dcp_comm_backend": config.dcp_comm_backend,
         "index_selection": config.selection,
         "prefill": config.prefill,
+        "index_keys": config.index_keys,
         "kv_cache_dtype": args.kv_cache_dtype,
         "dtype": dtype,
         "device": args.device,

@@ -4,7 +4,7 @@ import argparse
 import importlib
 from pathlib import Path
 
-from nsa_dcp.choices import COMM_BACKENDS, CP_STRATEGIES, KV_CACHE_DTYPES, MODES, PREFILL_WAYS, SELECTIONS
+from nsa_dcp.choices import COMM_BACKENDS, CP_STRATEGIES, INDEX_KEYS, KV_CACHE_DTYPES, MODES, PREFILL_WAYS, SELECTIONS
 from nsa_dcp.command_line import dtype_argument, dtype_metavar
 from nsa_dcp.hf.tiny import KV_HEAD_NAMES, NAMES
 
@@ -38,6 +38,12 @@ def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
         default="auto",
         help="of head-sharded prompts: queries, heads gathered for every row; rows, pages gathered for the rows that a "
         "rank owns; auto: whichever moves fewer bytes",
+    )
+    add(
+        "--index-keys",
+        choices=INDEX_KEYS,
+        default="replicated",
+        help="every token's on every rank, or each rank's own tokens' alone: dcp-size times the tokens",
     )
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add(

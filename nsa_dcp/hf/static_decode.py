@@ -36,7 +36,7 @@ class StaticDecode:
             row_request=torch.arange(max_batch, dtype=torch.int32, device=device),
             context_lens=zeros(max_batch),
             page_table=zeros(max_batch, num_pages),
-            index_pages=zeros(max_batch, num_pages * dcp_size),
+            index_pages=zeros(max_batch, num_pages if engine.ranks.config.shards_index_keys else num_pages * dcp_size),
             max_context_len=max_context_len,
             last_rows=torch.arange(max_batch, device=device),
         )

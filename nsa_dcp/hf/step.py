@@ -38,12 +38,15 @@ class Step:
     """One step as one rank runs it. T tokens in the step, T_local of them on this rank (T without context parallelism).
 
     input_ids, positions: [T_local] int64. slots: [T] int32, where the step's tokens are cached.
-    row_request, context_lens: [T_local] int32. page_table: [B_local, P] int32, index_pages: [B_local, P * N] int32.
+    row_request, context_lens: [T_local] int32. page_table: [B_local, P] int32, widened pages.
+    index_pages: [B_local, P * N] int32, pages of 64 slots of what index queries are scored against: the index-key cache
+        or, where index keys are sharded, the gathered ones; [B_local, P], the rank's own, where it scores those alone.
     max_context_len: the largest context length. last_rows: [B] int64, each request's last token among the T.
     cp: how the tokens are spread over the ranks; None where every rank has all of them and its heads.
     rows: which rank attends with which of the T rows, where they travel; None elsewhere.
     pages: what is gathered where a rank attends with rows of its own, so with `cp` or `rows`; None where query heads
         are gathered instead.
+    index_gather: the pages whose index keys are gathered; None where they are not.
     """
 
     input_ids: torch.Tensor
@@ -58,6 +61,7 @@ class Step:
     cp: TokenShares | None = None
     rows: RowShares | None = None
     pages: GatheredPages | None = None
+    index_gather: GatheredPages | None = None
 
 
 def build_step(
@@ -103,7 +107,8 @@ def build_step(
     slots = slots_at(positions, row_request, page_table, dcp_size)
     last_rows = lens_t.cumsum(0) - 1
 
-    cp = rows = pages = None
+    cp = rows = pages = index_gather = None
+    gathers_index_keys = ranks.config.shards_index_keys and max(lens) > 1
     request_table = page_table
     if _is_token_sharded(lens, ranks):
         shares = cp_layout.split_tokens(lens, ranks.config.cp_size, ranks.config.cp_strategy)
@@ -116,9 +121,17 @@ def build_step(
         ends = [extend.end for extend in extends]
         if rule.goes_by_rows(lens, ends, lambda: plan_pages(page_table, page_counts, num_pages).pages.shape[0]):
             rows = deal_rows(sum(lens), dcp_size, ranks.dcp_rank, device)
-    if cp or rows:
-        gathered = plan_pages(page_table, page_counts, num_pages)
-        pages = GatheredPages(gathered.pages.to(device), gathered.page_pos.to(device))
+    index_pages = request_table
+    if cp or rows or gathers_index_keys:
+        plan = plan_pages(page_table, page_counts, num_pages)
+        gathered = GatheredPages(plan.pages.to(device), plan.page_pos.to(device))
+        pages = gathered if cp or rows else None
+        if gathers_index_keys:
+            index_gather = gathered
+            # The padding of the table has no place; nothing is read there.
+            index_pages = index_page_table(plan.page_pos[request_table.long()].clamp(min=0), dcp_size)
+    if not ranks.config.shards_index_keys:
+        index_pages = index_page_table(request_table, dcp_size)
     return Step(
         input_ids=input_ids.to(device),
         positions=positions.to(device),
@@ -126,12 +139,13 @@ def build_step(
         row_request=row_request.to(device, torch.int32),
         context_lens=(positions + 1).to(device, torch.int32),
         page_table=request_table.to(device),
-        index_pages=index_page_table(request_table, dcp_size).to(device),
+        index_pages=index_pages.to(device),
         max_context_len=int(positions.max()) + 1,
         last_rows=last_rows.to(device),
         cp=cp,
         rows=rows,
         pages=pages,
+        index_gather=index_gather,
     )
 
 

@@ -5,8 +5,8 @@ A token costs each GPU of a DCP group
     L * latent / dcp_size  +  L_index * 132 / index_shards  +  L_draft * (latent + 132)      bytes,
 
 with `L` layers, `latent` 656 bytes in packed FP8 or 1,152 in bfloat16, `L_index` layers that own an indexer, and draft
-layers that every rank holds in full. This package and sglang store the index keys on every rank, `index_shards` 1; more
-answers "what if". A pool is a whole number of pages, and one more page of every buffer is reserved for padding.
+layers that every rank holds in full. Index keys are on every rank, `index_shards` 1, or sharded as latents are, where
+it is dcp_size. A pool is a whole number of pages, and one more page of every buffer is reserved for padding.
 
     rows = (budget // (dcp_size * bytes_per_token)) // page_size * page_size,        tokens = rows * dcp_size
 
@@ -203,7 +203,7 @@ def plan(
         pp_size, pp_layer_partition: pipeline stages of `tp_size` GPUs each, and their layers as `split_layers` has it.
         gpus_per_node: a whole number of pipelines; those of all its nodes where a pipeline spans several.
         dcp_sizes: default: the powers of two that divide `tp_size / attn_dp_size`.
-        index_shards: parts the index keys are split into, capped by each dcp size; 1 is what is served today.
+        index_shards: parts the index keys are split into, capped by each dcp size; 1 is replicated.
         draft_layers: layers of an MTP draft kept in the pool, held in full by every rank; 0 without speculation.
         page_size: rows of a pool page, per GPU.
         context: tokens of the CP-DCP gather buffer; default: the largest context of each row.

@@ -14,6 +14,14 @@ from nsa_dcp.planning import capacity
 from nsa_dcp.planning.card_table import USUAL_REQUESTS, cards_as_dict, format_cards, most_beside, plan_cards
 from nsa_dcp.planning.checkpoints import USUAL_FRACTION
 from nsa_dcp.planning.dimensions import PRESETS, ModelDims, preset_dims, read_config
+from nsa_dcp.planning.index_key_choice import (
+    SHARDED_NOTE,
+    add_index_keys_argument,
+    compare,
+    describe_other,
+    plan_other,
+    shards_of,
+)
 from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS
 from nsa_dcp.planning.kv_heads.plan_cli import answer_for_kv_heads, kv_head_model
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
@@ -24,7 +32,7 @@ _PLAN_HELP = "tokens held at each dcp size"
 _MODEL_HELP = "predicted decode step of TP, TP-DCP and CP-DCP"
 _PLAN_DTYPES = (*KV_CACHE_DTYPES, "both")
 # Of what a table of cards does not follow; the parser's own defaults.
-_PLAN_DEFAULTS = {"attn_dp_size": 1, "pp_size": 1, "index_shards": 1, "sm_count": MOST_SMS, "draft_layers": 0}
+_PLAN_DEFAULTS = {"attn_dp_size": 1, "pp_size": 1, "sm_count": MOST_SMS, "draft_layers": 0}
 _UNSLICED = tuple(name for name in ARCHITECTURES if name not in SLICED_ARCHITECTURES)
 
 
@@ -60,11 +68,8 @@ def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.Argument
     parser.add_argument(
         "--gpus-per-node", type=int, help="default 8; where a pipeline spans nodes, the GPUs of all of them"
     )
-    parser.add_argument(
-        "--index-shards",
-        type=int,
-        metavar="S",
-        help="split the index keys S ways; 1, the default, is what is served",
+    add_index_keys_argument(
+        parser, "every token's on every rank, as served by default, or with the tokens; the other is shown too"
     )
     parser.add_argument("--draft-layers", type=int, help="MTP layers kept in the pool; default 0")
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
@@ -103,17 +108,26 @@ def run_plan(args: argparse.Namespace) -> int:
         if args.gpu_memory_gib is None:
             text = _answer_for_cards(args, model)
         else:
-            result = _plan_one_card(args, model, dtypes)
-            text = json.dumps(result.as_dict(), indent=2) if args.json else format_plan(result)
+            result = _plan_one_card(args, model, dtypes, args.index_keys)
+            other = plan_other(lambda index_keys: _plan_one_card(args, model, dtypes, index_keys), args.index_keys)
+            compared = compare(result, other, args.index_keys)
+            if args.plot:
+                from nsa_dcp.planning.plots.capacity_plot import plot_capacity
+
+                plot_capacity(result, args.plot)
+            text = format_plan(result, compared)
+            if args.json:
+                text = json.dumps(result.as_dict() | {"index_keys": args.index_keys, "other": compared}, indent=2)
     except (ValueError, NotImplementedError, RuntimeError, OSError) as error:
         return _refuse("plan", error)
     print(text)
     return 0
 
 
-def _plan_one_card(args: argparse.Namespace, model: ModelDims, dtypes: tuple[str, ...]) -> capacity.Plan:
-    """The plan of one card, drawn too where `--plot` was given."""
-    result = capacity.plan(
+def _plan_one_card(
+    args: argparse.Namespace, model: ModelDims, dtypes: tuple[str, ...], index_keys: str
+) -> capacity.Plan:
+    return capacity.plan(
         model,
         gpu_memory_gib=args.gpu_memory_gib,
         kv_cache_dtypes=dtypes,
@@ -125,7 +139,7 @@ def _plan_one_card(args: argparse.Namespace, model: ModelDims, dtypes: tuple[str
         pp_layer_partition=args.pp_layer_partition,
         gpus_per_node=_gpus_per_node(args),
         dcp_sizes=args.dcp_size,
-        index_shards=args.index_shards,
+        index_shards=shards_of(index_keys, max(1, args.tp_size)),
         draft_layers=args.draft_layers,
         page_size=args.page_size,
         context=args.context,
@@ -134,11 +148,6 @@ def _plan_one_card(args: argparse.Namespace, model: ModelDims, dtypes: tuple[str
         max_running_requests=args.max_running_requests,
         draft_tokens=args.speculative_num_draft_tokens,
     )
-    if args.plot:
-        from nsa_dcp.planning.plots.capacity_plot import plot_capacity
-
-        plot_capacity(result, args.plot)
-    return result
 
 
 def _answer_for_cards(args: argparse.Namespace, model: ModelDims) -> str:
@@ -162,14 +171,15 @@ def _answer_for_cards(args: argparse.Namespace, model: ModelDims) -> str:
         tp_size=args.tp_size,
         context=args.context,
         chunked_prefill_size=args.chunked_prefill_size,
+        index_keys=args.index_keys,
     )
     if args.json:
         return json.dumps(cards_as_dict(model, rows), indent=2)
     return format_cards(model, rows, kv_cache_dtype=dtype, tp_size=args.tp_size, max_running_requests=requests)
 
 
-def format_plan(result: capacity.Plan) -> str:
-    """The plan as text: what was understood, the capacity table, the buffer table."""
+def format_plan(result: capacity.Plan, compared: Sequence[dict[str, object]] = ()) -> str:
+    """The plan as text: what was understood, the capacity table, the other choice's (`compare`), the buffer table."""
     model = result.model
     lines = [
         f"{model.name}: {model.num_hidden_layers} layers, {len(model.indexer_layers)} with an indexer, "
@@ -189,6 +199,7 @@ def format_plan(result: capacity.Plan) -> str:
             f"{row.tokens_per_gpu:>11,} {row.tokens_per_node:>12,} "
             f"{row.multiple_over_dcp1:>10.2f}x {row.largest_context:>9,}"
         )
+    lines += describe_other(compared)
     lines += [
         "",
         "temporary buffers per GPU, MiB (beside the pools; leave room for them)",
@@ -209,7 +220,7 @@ def format_plan(result: capacity.Plan) -> str:
     notes += [f"dcp {row.dcp_size}: the pool ends at {row.cap}" for row in result.rows if row.cap]
     notes += _describe_shortage(result)
     if any(row.index_shards > 1 for row in result.rows):
-        notes.append("sharded index keys are a what-if: every rank stores all of them today")
+        notes.append(SHARDED_NOTE)
     if result.draft_layers == 0 and model.draft_layers_in_checkpoint and len(result.layers_of_stages) == 1:
         notes.append(
             f"the checkpoint has {model.draft_layers_in_checkpoint} draft layer(s): with speculative decoding add "
@@ -287,6 +298,7 @@ def add_model_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
         help="each rank scores and selects for 1/dcp of the rows; default, as the plugin: from 64 rows of a "
         "captured step on",
     )
+    add_index_keys_argument(parser, "every token's on every rank, as served by default, or with the tokens")
     parser.add_argument(
         "--kv-cache-dtype",
         type=dtype_argument(KV_CACHE_DTYPES),
@@ -323,8 +335,11 @@ def run_model(args: argparse.Namespace) -> int:
             replicate_q_proj=args.dcp_replicate_q_proj,
             cp_decode_attn_tp=not unsliced if args.cp_decode_attn_tp is None else args.cp_decode_attn_tp,
             row_split_selection=args.row_split_selection,
+            index_keys=args.index_keys,
             wire=args.wire,
         )
+        if args.index_keys == "sharded" and args.row_split_selection:
+            raise ValueError("row_split_selection must be off with sharded index keys, which every rank scores, got on")
         report = step_model.predict_report(
             model, setup, inputs, args.batch, args.context, args.gpu_memory_gib, args.kv_cache_dtype
         )
@@ -340,6 +355,8 @@ def run_model(args: argparse.Namespace) -> int:
             f"CP-DCP here is a what-if: sglang does not slice {model.architecture}'s attention weights in decode; what "
             "is served is --no-cp-decode-attn-tp"
         )
+    if args.index_keys == "sharded":
+        report["notes"].append(SHARDED_NOTE)
     if args.json:
         print(json.dumps(report, indent=2))
     else:

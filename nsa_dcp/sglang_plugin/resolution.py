@@ -15,6 +15,7 @@ from typing import Any
 
 from nsa_dcp.choices import WIRE_VARIABLE
 from nsa_dcp.planning.dimensions import dims_from_config
+from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.planning.served_format import row_bytes
 from nsa_dcp.sglang_plugin.admission.rules.kv_head_rules import OTHER_ATTENTION, find_kv_head_problems
@@ -172,6 +173,7 @@ def read_command(server_args: Any, *, typed: bool = False) -> tuple[ServerSettin
         pp_layer_partition=os.environ.get(PARTITION_VARIABLE),
         prefill_way=os.environ.get(PREFILL_VARIABLE),
         wire=os.environ.get(WIRE_VARIABLE),
+        index_keys=os.environ.get(INDEX_KEYS_VARIABLE),
         chunk_is_divided=not typed,
         **{name: values[name] for name in same_name},
     )

@@ -60,9 +60,9 @@ class Batch:
         cache.write(0, latents[:, :512].contiguous(), latents[:, 512:].contiguous(), slots)
         return cache
 
-    def index_cache(self, dtype: torch.dtype) -> IndexKeyCache:
-        """A rank's index keys of one layer: poison wherever no token was written."""
-        cache = IndexKeyCache([0], self.size, dtype, torch.device("cpu"), self.dcp_size)
+    def index_cache(self, dtype: torch.dtype, own_rank: int | None = None) -> IndexKeyCache:
+        """A rank's index keys of one layer, every token's or its own: poison wherever no token was written."""
+        cache = IndexKeyCache([0], self.size, dtype, torch.device("cpu"), self.dcp_size, own_rank)
         poison_(cache.layers[0])
         slots, keys = self._tokens(self.index_keys, INDEX_HEAD_DIM)
         cache.write(0, keys, slots)

@@ -14,10 +14,12 @@ from nsa_dcp.hf.engine import Engine
 from nsa_dcp.hf.families.sparse import SparseAttention
 from nsa_dcp.hf.ranks import join_groups
 from nsa_dcp.hf.static_decode import StaticDecode
+from nsa_dcp.testing.cases import poison_
 from nsa_dcp_kernels import reference
 
 # An earlier run of this process may have left its counter in the module's name.
 _quantise_tiles = reference.quantise_tiles
+_select = attention.DcpAttention._select
 
 
 def make_engine(
@@ -52,6 +54,8 @@ def _generate_recorded(
     static_batch: int | None = None,
 ) -> dict:
     engine = make_engine(rank, directory, dtype, config, cache, device_type)
+    for layer in sparse_attention(engine).index_keys.layers.values():
+        poison_(layer)  # what this rank was not given must not be read
     run_decode = None
     if static_batch:
         longest = max(len(prompt) for prompt in prompts) + max_new_tokens
@@ -79,45 +83,54 @@ def _generate_recorded(
 
 
 def _record_selections() -> list[tuple]:
-    """Keep what every scoring call of this process was given and selected."""
-    calls = []
+    """Keep, of every selection of this process: layer, first page of each row's request, tokens seen, the selected.
+
+    The selected are positions, or with sharded index keys this rank's rows.
+    """
+    calls: list[tuple] = []
+    running: list[tuple] = []
+
+    def select(module: attention.DcpAttention, x: Any, q_resid: Any, embeddings: Any, step: Any) -> Any:
+        running[:] = [(module.layer, step)]
+        return _select(module, x, q_resid, embeddings, step)
 
     def recording(select: Callable) -> Callable:
-        def run(
-            q: torch.Tensor,
-            weights: torch.Tensor,
-            index_cache: torch.Tensor,
-            index_pages: torch.Tensor,
-            row_request: torch.Tensor,
-            context_lens: torch.Tensor,
-            *args: Any,
-            **kwargs: Any,
-        ) -> torch.Tensor:
-            selected = select(q, weights, index_cache, index_pages, row_request, context_lens, *args, **kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            selected = select(*args, **kwargs)
+            rows = selected[0] if isinstance(selected, tuple) else selected
             # A captured step selects only when it is replayed, which nothing here sees.
-            if selected.is_cuda and torch.cuda.is_current_stream_capturing():
-                return selected
-            first_pages = index_pages[row_request.long(), 0]
-            calls.append((index_cache, first_pages.cpu(), context_lens.cpu(), selected.cpu()))
+            if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+                layer, step = running[0]
+                first_pages = step.page_table[step.row_request.long(), 0]
+                calls.append((layer, first_pages.cpu(), step.context_lens.cpu(), rows.cpu(), rows is not selected))
             return selected
 
         return run
 
-    for name in ("select_positions", "select_positions_row_split"):
+    attention.DcpAttention._select = select  # type: ignore[method-assign, assignment]
+    for name in ("select_positions", "select_positions_row_split", "select_own"):
         # Of the module itself: an earlier run of this process may have left a recorder in the attention's names.
         setattr(attention, name, recording(getattr(indexer, name)))
     return calls
 
 
 def _selections_by_row(engine: Engine, requests: list, calls: list[tuple]) -> dict[tuple[int, int, int], list[int]]:
-    """(request, layer, query position) -> selected positions, for the rows that this rank was given all of."""
-    request_of = {request.pages[0] * engine.ranks.config.dcp_size: number for number, request in enumerate(requests)}
-    layer_of = {cache.data_ptr(): layer for layer, cache in sparse_attention(engine).index_keys.layers.items()}
+    """(request, layer, query position) -> selected positions, for the rows that this rank was given all of.
+
+    With sharded index keys a decode step's are those that this rank owns.
+    """
+    dcp_size, dcp_rank = engine.ranks.config.dcp_size, engine.ranks.dcp_rank
+    request_of = {request.pages[0]: number for number, request in enumerate(requests)}
     selections = {}
-    for index_cache, first_pages, context_lens, selected in calls:
-        layer = layer_of[index_cache.data_ptr()]
+    for layer, first_pages, context_lens, selected, are_rows in calls:
         for page, length, row in zip(first_pages.tolist(), context_lens.tolist(), selected.tolist()):
-            selections[request_of[page], layer, length - 1] = [position for position in row if position >= 0]
+            if not length:
+                continue
+            request, kept = request_of[page], [entry for entry in row if entry >= 0]
+            if are_rows:
+                page_at = {page: at for at, page in enumerate(requests[request].pages)}
+                kept = [(page_at[entry // 64] * 64 + entry % 64) * dcp_size + dcp_rank for entry in kept]
+            selections[request, layer, length - 1] = kept
     return selections
 
 

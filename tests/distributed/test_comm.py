@@ -48,6 +48,12 @@ def gather_on_rank(rank, _send, world_size):
     assert comm.all_gather(torch.tensor(rank), group).tolist() == list(range(world_size))
     assert comm.all_reduce(torch.tensor([float(rank)]), group).tolist() == [sum(range(world_size))]
     assert comm.broadcast(torch.tensor([rank + 5]), group).tolist() == [5]
+    # Part n goes to rank n, whatever its shape and dtype, and from a view.
+    parts = torch.arange(world_size * 6).view(6, world_size).T.to(torch.uint8) + 10 * rank
+    received = comm.exchange(parts, group)
+    for other in range(world_size):
+        assert_bitwise_equal(received[other], torch.arange(world_size * 6).view(6, -1)[:, rank].byte() + 10 * other)
+    assert comm.exchange(parts[:, :0], group).shape == (world_size, 0)
     comm.barrier()
 
 

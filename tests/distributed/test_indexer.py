@@ -1,10 +1,10 @@
-"""Row-split selection: equal to what every rank would select by itself, and equal on all ranks."""
+"""Selection shared by ranks: equal to what one would select by itself from all keys, whoever holds the keys."""
 
 import pytest
 import torch
 
 from nsa_dcp import comm
-from nsa_dcp.indexer import select_positions, select_positions_row_split
+from nsa_dcp.indexer import gather_index_cache, select_own, select_positions, select_positions_row_split
 from nsa_dcp.launcher import run_ranks
 from nsa_dcp.layout import index_page_table
 from nsa_dcp.testing.batch import draw_batch, index_keys_as_stored
@@ -86,3 +86,70 @@ def select_on_rank(rank, _send, world_size):
         assert padded[1::2].eq(-1).all()
         assert torch.equal(padded[::2], whole[-1][: 2 * world_size + 1 : 2])
     return whole
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(size, id=f"dcp{size}") for size in (2, 3, 4, 8)])
+def test_ranks_that_hold_their_own_keys_alone_select_what_one_with_all_keys_does(world_size):
+    """Planted ties, contexts shorter than the group, row counts that it does not divide, padding rows; from gathered
+    pages too. What a rank does not own is NaN in its cache.
+    """
+    for dtype_number in range(3):
+        of_ranks = run_ranks(select_own_on_rank, world_size, (world_size, dtype_number))
+        expected = of_ranks[0]["expected"]
+        for rank, result in enumerate(of_ranks):
+            assert torch.equal(result["gathered"], expected)
+            for count, part in result["own"].items():
+                for row, positions in zip(expected[len(expected) - count :].tolist(), part):
+                    assert positions == [p for p in row if p >= 0 and p % world_size == rank]
+            assert result["padded"] == result["unpadded"]
+
+
+@poisoned_allocations()
+def select_own_on_rank(rank, _send, world_size, dtype_number):
+    group = comm.contiguous_group(world_size)
+    dtype = (torch.float64, torch.float32, torch.uint8)[dtype_number]
+    batch, q, weights, row_request, context_lens = draw_problem(world_size, dtype)
+    own = batch.index_cache(dtype, rank).layers[0]
+    total, longest = len(q), max(SEQ_LENS)
+
+    def scored(rows, cache, pages, lens=context_lens):
+        return q[rows], weights[rows], cache, pages, row_request[rows], lens[rows], longest, TOPK
+
+    def positions(rows, selection):
+        """This rank's rows as positions, by plain integers."""
+        found = []
+        for row, taken, length in zip(rows.tolist(), selection[0].tolist(), selection[1].tolist()):
+            pages = batch.pages[int(row_request[row])]
+            assert taken[length:] == [-1] * (TOPK - length)
+            found.append([(pages.index(at // 64) * 64 + at % 64) * world_size + rank for at in taken[:length]])
+        return found
+
+    own_parts = {}
+    for count in sorted({0, 1, world_size - 1, world_size, world_size + 1, total}):
+        rows = torch.arange(total - count, total)
+        own_parts[count] = positions(rows, select_own(*scored(rows, own, batch.page_table), group=group))
+
+    # Padding rows stand between real ones and see nothing; the real ones select what they do alone.
+    rows, lens = torch.arange(2 * world_size + 1), context_lens.clone()
+    lens[1 : 2 * world_size : 2] = 0
+    padded = select_own(*scored(rows, own, batch.page_table, lens), group=group)
+    assert padded[0][1::2].eq(-1).all() and padded[1][1::2].eq(0).all()
+    unpadded = select_own(*scored(rows[::2], own, batch.page_table), group=group)
+
+    # Pages in any order, one of them of no request: their places stand in the table.
+    used = torch.tensor(sorted({page for pages in batch.pages for page in pages} | {0}), dtype=torch.int32).flip(0)
+    places = torch.full((batch.num_pages,), -1, dtype=torch.int32)
+    places[used.long()] = torch.arange(len(used), dtype=torch.int32)
+    whole = gather_index_cache(own, used, group)
+    table = places[batch.page_table.clamp(max=batch.num_pages - 1).long()].clamp(min=0)
+    everything = torch.arange(total)
+    gathered = select_positions(*scored(everything, whole, index_page_table(table, world_size)))
+    replicated = batch.index_cache(dtype).layers[0]
+    expected = select_positions(*scored(everything, replicated, index_page_table(batch.page_table, world_size)))
+    return {
+        "expected": expected,
+        "own": own_parts,
+        "gathered": gathered,
+        "padded": padded[0][::2].tolist(),
+        "unpadded": unpadded[0].tolist(),
+    }

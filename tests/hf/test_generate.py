@@ -38,19 +38,26 @@ def run(*words: str) -> int:
     return main(["generate", *words])
 
 
-def test_the_report_has_tokens_and_what_each_rank_holds(checkpoint, prompts_file, tmp_path):
+@pytest.mark.parametrize("index_keys", [None, "replicated", "sharded"])
+def test_the_report_has_tokens_and_what_each_rank_holds(index_keys, checkpoint, prompts_file, tmp_path):
     report_file = tmp_path / "out.json"
     prompts = prompts_file(["Licensed under the Apache License", [5, 6, 7]])
     options = ["--max-new-tokens", "3", "--dcp-size", "2", "--ignore-eos", "--check", "--json", str(report_file)]
+    options += ["--index-keys", index_keys] if index_keys else []
     assert run("--model", checkpoint, "--prompts", prompts, *options) == 0
     report = json.loads(report_file.read_text())
     assert [len(prompt["output_ids"]) for prompt in report["prompts"]] == [3, 3]
     assert report["check"] == {"identical": True, "first_difference": None}
     tokens = sum(prompt["prompt_tokens"] + 2 for prompt in report["prompts"])
     assert sum(rank["latent_rows"] for rank in report["ranks"]) == tokens
+    assert report["index_keys"] == (index_keys or "replicated")
     for rank in report["ranks"]:
         assert rank["latent_bytes"] == rank["latent_rows"] * 656 * 4
-        assert rank["index_key_bytes"] == tokens * 132 * 2  # layers 0 and 2 own an indexer
+        held = rank["latent_rows"] if index_keys == "sharded" else tokens
+        assert rank["index_key_bytes"] == held * 132 * 2  # layers 0 and 2 own an indexer
+        # Pages for the rows that the latents have, or for both ranks'.
+        pages = rank["index_pool_bytes"] // (64 * 132 * 2)
+        assert pages * 64 * 656 * 4 == rank["latent_pool_bytes"] * (1 if index_keys == "sharded" else 2)
 
 
 @pytest.mark.parametrize(

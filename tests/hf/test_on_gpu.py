@@ -3,6 +3,8 @@
 Run with several ranks on one GPU (NCCL 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1) or with a GPU per rank.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -117,6 +119,7 @@ def test_tokens_agree_across_ranks_modes_caches_graph_and_eager(num_ranks, direc
     ag_rs = DcpConfig(tp_size=num_ranks, dcp_size=num_ranks, dcp_comm_backend="ag_rs", selection="replicated")
     cp = DcpConfig(tp_size=num_ranks, dcp_size=num_ranks, mode="cp")
     zigzag = DcpConfig(tp_size=num_ranks, dcp_size=num_ranks, mode="cp", cp_strategy="zigzag")
+    sharded_tp, sharded_zigzag = (replace(config, index_keys="sharded") for config in (tp, zigzag))
     splits = [
         ("tp eager", tp, "fp8_e4m3", False, "float32", 8192),
         ("tp graph", tp, "fp8_e4m3", True, "float32", 8192),
@@ -124,6 +127,9 @@ def test_tokens_agree_across_ranks_modes_caches_graph_and_eager(num_ranks, direc
         ("tp graph, bf16 cache", tp, "bf16", True, "float32", 8192),
         ("cp interleave graph", cp, "fp8_e4m3", True, "float32", 8192),
         ("cp zigzag eager, bf16 cache", zigzag, "bf16", False, "float32", 8192),
+        ("sharded index keys, tp eager", sharded_tp, "fp8_e4m3", False, "float32", 100),
+        ("sharded index keys, tp graph", sharded_tp, "fp8_e4m3", True, "float32", 8192),
+        ("sharded index keys, cp zigzag graph, bf16 cache", sharded_zigzag, "bf16", True, "float32", 8192),
         ("bf16 arithmetic, tp eager", tp, "fp8_e4m3", False, "bf16", 8192),
         ("bf16 arithmetic, tp graph", tp, "fp8_e4m3", True, "bf16", 8192),
     ]

@@ -188,3 +188,33 @@ def test_a_request_without_a_new_token_is_refused():
     extends = draw_extends([(0, 3), (5, 0), (0, 2)], 2)
     with pytest.raises(ValueError, match=r"^extends must each hold a new token, got an empty one$"):
         build_step(extends, place(0, tp_size=2, dcp_size=2), NUM_PAGES, CPU)
+
+
+@pytest.mark.parametrize("mode", ["tp", "interleave", "zigzag"])
+@pytest.mark.parametrize("dcp_size", [2, 3, 4])
+def test_a_prompts_index_keys_are_found_where_their_pages_are_gathered(mode, dcp_size):
+    """Every slot of the contexts that a rank's rows see, by plain integers; pages in the order that all gather."""
+    config = {"tp_size": dcp_size, "dcp_size": dcp_size, "index_keys": "sharded"}
+    if mode != "tp":
+        config |= {"mode": "cp", "cp_strategy": mode}
+    extends = draw_extends([(100, 16 * dcp_size), (0, 200 * dcp_size)], dcp_size)
+    for rank in range(dcp_size):
+        step = build_step(extends, place(rank, **config), NUM_PAGES, CPU)
+        gathered = step.index_gather.pages.tolist()
+        assert gathered == sorted({page for e in extends for page in e.pages[: -(-e.end // (64 * dcp_size))]})
+        for row, request in enumerate(step.row_request.tolist()):
+            for position in {0, int(step.positions[row]) // 2, int(step.positions[row])}:
+                place_of = int(step.index_pages[request, position // PAGE]) * PAGE + position % PAGE
+                page, within = divmod(place_of, PAGE * dcp_size)
+                slot = int(step.page_table[request, position // (PAGE * dcp_size)]) * PAGE * dcp_size
+                assert (gathered[page] * PAGE * dcp_size, within) == (slot, position % (PAGE * dcp_size))
+
+
+@pytest.mark.parametrize("dcp_size", [1, 2, 3])
+def test_a_decode_step_scores_the_ranks_own_pages_of_sharded_index_keys(dcp_size):
+    extends = draw_extends([(100, 1), (700, 1)], dcp_size)
+    config = {"tp_size": dcp_size, "dcp_size": dcp_size}
+    step = build_step(extends, place(0, **config, index_keys="sharded"), NUM_PAGES, CPU)
+    assert step.index_gather is None
+    assert torch.equal(step.index_pages, step.page_table)
+    assert build_step(extends, place(0, **config), NUM_PAGES, CPU).index_gather is None

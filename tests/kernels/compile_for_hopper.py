@@ -29,6 +29,7 @@ from nsa_dcp_kernels._triton import (
     partial_pack,
     peer_exchange,
     schedule,
+    sharded_selection,
     slot_selection,
     topk,
 )
@@ -122,6 +123,7 @@ def compile_cache_writes() -> None:
             kv_pack.scatter_latent_(cache, k_nope, k_rope, slots, *group)
         for cache in (torch.zeros(1, 64 * 132, dtype=torch.uint8), torch.zeros(64, 128, dtype=torch.bfloat16)):
             kv_pack.scatter_index_keys_(cache, k_nope[:, :128], slots)
+            kv_pack.scatter_index_keys_(cache, k_nope[:, :128], slots, *group[:2])
             kv_pack.gather_index_keys(cache, slots)
 
 
@@ -150,6 +152,8 @@ def compile_index_page_gather() -> None:
         table, lengths = torch.zeros(batch, pages, dtype=dtype), torch.full((batch,), 64 * pages, dtype=dtype)
         cache = torch.zeros(2, 64 * 132, dtype=torch.uint8)
         index_page_gather.gather_index_pages(cache, table, lengths, batch * 64 * pages, 64 * pages)
+        index_page_gather.join_index_pages(torch.zeros(batch, pages, 64 * 132, dtype=torch.uint8))
+        index_page_gather.join_index_pages(torch.zeros(batch, 64 * pages, 128, dtype=torch.bfloat16))
 
 
 def compile_page_tables() -> None:
@@ -188,6 +192,7 @@ def compile_indexer() -> None:
             scores, values, 2048, values if ragged else None, table, values if ragged else None, 64
         )
         slot_selection.select_slots(scores, values, 2048, None, None, None, 64)
+        slot_selection.select_candidates(scores, values, 2048)
     for dtype, num_tokens, num_heads, pages in [(torch.bfloat16, 1, 64, 2), (torch.float32, 3, 5, 16)]:
         q, weights = torch.zeros(num_tokens, num_heads, 128, dtype=dtype), torch.zeros(num_tokens, num_heads)
         table, row = torch.zeros(1, pages, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int32)
@@ -196,6 +201,20 @@ def compile_indexer() -> None:
         index_query.erase_past_(torch.zeros(num_tokens, 64 * pages), row)
         for cache in (torch.zeros(pages, 64 * 132, dtype=torch.uint8), torch.zeros(64 * pages, 128, dtype=dtype)):
             index_logits.score_index(q, weights, cache, table, row, row, 64 * pages)
+
+
+def compile_sharded_selection() -> None:
+    for dcp_size, num_rows, wanted, dtype in [
+        (1, 1, 1, torch.int64),
+        (3, 5, 100, torch.int32),
+        (8, 64, 2048, torch.int32),
+    ]:
+        table, values = torch.zeros(num_rows, 17, dtype=torch.int32), torch.zeros(num_rows, dtype=dtype)
+        sharded_selection.localize_contexts(table, values, dcp_size, 0)
+        lists = torch.zeros(dcp_size, num_rows, 2, wanted, dtype=torch.int32)
+        cutoffs = sharded_selection.find_threshold(lists)
+        for request in (None, values):
+            sharded_selection.take_own(lists[0], cutoffs, table, dcp_size, 0, request)
 
 
 def compile_peer_exchanges() -> None:
@@ -228,4 +247,5 @@ if __name__ == "__main__":
     compile_page_tables()
     compile_attention()
     compile_indexer()
+    compile_sharded_selection()
     compile_peer_exchanges()

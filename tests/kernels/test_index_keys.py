@@ -71,6 +71,34 @@ def test_one_slot_mapping_is_divided_for_latents_and_undivided_for_keys():
         assert_bitwise_equal(latents[slot // dcp_size, :512], k_nope[token])
 
 
+@pytest.mark.parametrize("dcp_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sharded_keys_go_to_their_owner_alone_and_together_are_what_one_cache_holds(dtype, dcp_size, device):
+    """Every slot's key is on the rank slot % N in row slot // N; a rank's other rows keep their poison."""
+    keys, slots = draw_keys(70), torch.randperm(64 * dcp_size * 2)[:70].to(torch.int32)
+    slots[::9] = -1
+    full = make_cache(2 * dcp_size, dtype)
+    reference.scatter_index_keys_(full, keys, slots)
+    for rank in range(dcp_size):
+        expected = make_cache(2, dtype)
+        own = (slots >= 0) & (slots % dcp_size == rank)
+        reference.scatter_index_keys_(expected, keys[own], slots[own] // dcp_size)
+        cache, by_kernel = make_cache(2, dtype), make_cache(2, dtype, device)
+        scatter_index_keys_(cache, keys, slots, dcp_size, rank)
+        kernels.scatter_index_keys_(by_kernel, keys.to(device), slots.to(device), dcp_size, rank)
+        assert_bitwise_equal(cache, expected)
+        assert_bitwise_equal(by_kernel, expected)
+        everyones = torch.arange(rank, 64 * dcp_size * 2, dcp_size)
+        written = torch.isin(everyones, slots)
+        mine = gather_index_keys(cache, everyones // dcp_size)[written]
+        assert_bitwise_equal(mine, gather_index_keys(full, everyones)[written])
+
+
+def test_a_rank_outside_its_group_is_refused():
+    with pytest.raises(ValueError, match=r"dcp_rank must be in \[0, 2\), got 2"):
+        scatter_index_keys_(make_cache(1, torch.uint8), draw_keys(1), torch.zeros(1).int(), 2, 2)
+
+
 def test_key_of_zeros_reads_back_as_zeros():
     cache = make_cache(1, torch.uint8)
     scatter_index_keys_(cache, torch.zeros(2, 128), torch.tensor([0, 63]))

@@ -6,7 +6,7 @@ import torch
 
 from nsa_dcp.testing.assertions import assert_bitwise_equal
 from nsa_dcp.testing.cases import POISON_BYTE, POISON_INT, poisoned
-from nsa_dcp_kernels import gather_index_pages, reference
+from nsa_dcp_kernels import gather_index_pages, join_index_pages, reference
 from nsa_dcp_kernels._triton import index_page_gather as kernels
 
 PAGE_BYTES = 64 * 132
@@ -68,6 +68,34 @@ def test_nothing_is_gathered_from_no_contexts_and_no_tokens(device):
                 cache, table.to(device, torch.int32), lens.to(device, torch.int64), 0, 0
             )
             assert (keys.shape, scales.shape) == ((0, 128), (0, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_ranks", "num_pages"), [(1, 1), (2, 3), (3, 2), (4, 1), (8, 2), (2, 0)])
+def test_pages_of_ranks_are_joined_in_the_order_of_the_slots(num_ranks, num_pages, dtype, device):
+    """Slot s is row s // N of rank s % N, by Python's own bytes; a byte is moved, never interpreted: NaN included."""
+    packed = dtype == torch.uint8
+    shape = (num_ranks, num_pages, PAGE_BYTES) if packed else (num_ranks, num_pages * 64, 128)
+    shards = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    joined = join_index_pages(shards)
+    assert joined.shape == ((num_ranks * num_pages, PAGE_BYTES) if packed else (num_ranks * num_pages * 64, 128))
+    raw, rows = joined.view(torch.uint8), shards.view(torch.uint8)
+    for slot in range(0, num_ranks * num_pages * 64, 1 if num_ranks * num_pages < 5 else 7):
+        rank, row = slot % num_ranks, slot // num_ranks
+        if not packed:
+            assert torch.equal(raw[slot], rows[rank, row])
+            continue
+        (page, at), (local, there) = divmod(slot, 64), divmod(row, 64)
+        for width, start in ((128, 0), (4, 64 * 128)):
+            mine = raw[page, start + width * at : start + width * (at + 1)]
+            assert torch.equal(mine, rows[rank, local, start + width * there : start + width * (there + 1)])
+    by_kernel = kernels.join_index_pages(shards.to(device))
+    assert_bitwise_equal(by_kernel.view(torch.uint8), raw)
+
+
+def test_half_a_page_is_not_joined():
+    with pytest.raises(ValueError, match="shards must hold whole pages"):
+        join_index_pages(torch.zeros(2, 63, 128))
 
 
 def test_wrong_tables_and_caches_are_refused():

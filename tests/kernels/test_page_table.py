@@ -134,3 +134,9 @@ def test_what_does_not_fit_is_named(changes, message):
     }
     with pytest.raises(ValueError, match=message):
         fill_page_table_(**(arguments | changes))
+
+
+def test_a_table_of_no_pages_has_no_slots():
+    """What a step of empty contexts looks up."""
+    none = torch.full((2, 3), -1, dtype=torch.int32)
+    assert torch.equal(look_up_slots(none, torch.tensor([0, 1]), torch.empty(2, 0, dtype=torch.int32), 64), none)

@@ -104,6 +104,33 @@ def test_the_last_slot_that_can_be_handed_out_is_written_and_read_in_both_caches
 
 
 @pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("dcp_size", DCP_SIZES)
+def test_sharded_index_keys_lie_in_the_rows_of_their_latents(dcp_size, dtype):
+    """As many rows as the latents have, every key on one rank, and nothing written anywhere else."""
+    size, num_slots = 128, (128 + 64) * dcp_size
+    slots = torch.randperm(num_slots)[: num_slots // 2].to(torch.int32)
+    slots[::7] = -1
+    keys = torch.randint(-8, 9, (len(slots), 128)).float()
+    keys[:, 0] = 448.0
+    counted = 0
+    for rank in range(dcp_size):
+        cache = IndexKeyCache([0], size, dtype, CPU, dcp_size, rank)
+        latents = latent_cache(dcp_size, rank, dtype, size)
+        poison_(cache.layers[0])
+        cache.write(0, keys, slots)
+        latents.write(0, torch.ones(len(slots), 512), torch.ones(len(slots), 64), slots)
+        rows = gather_index_keys(cache.layers[0], torch.arange(size + 64))
+        expected = poisoned(size + 64, 128, dtype=torch.float32)
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0 and slot % dcp_size == rank:
+                expected[slot // dcp_size] = keys[token]
+        torch.testing.assert_close(rows, expected, rtol=0, atol=0, equal_nan=True)
+        assert cache.count_tokens() == latents.count_rows()
+        counted += cache.count_tokens()
+    assert counted == int((slots >= 0).sum())
+
+
+@pytest.mark.parametrize("dtype", STORAGES)
 @pytest.mark.parametrize("dcp_size", [2, 3])
 def test_the_first_slot_past_the_pool_is_an_error_not_a_stray_write(dcp_size, dtype):
     slot = torch.tensor([(128 + 64) * dcp_size], dtype=torch.int32)
@@ -111,6 +138,8 @@ def test_the_first_slot_past_the_pool_is_an_error_not_a_stray_write(dcp_size, dt
         latent_cache(dcp_size, 0, dtype).write(0, torch.ones(1, 512), torch.ones(1, 64), slot)
     with pytest.raises(IndexError):
         IndexKeyCache([0], 128, dtype, CPU, dcp_size).write(0, torch.ones(1, 128), slot)
+    with pytest.raises(IndexError):
+        IndexKeyCache([0], 128, dtype, CPU, dcp_size, 0).write(0, torch.ones(1, 128), slot)
 
 
 def test_layers_are_written_apart():

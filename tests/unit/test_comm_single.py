@@ -26,6 +26,7 @@ def test_a_group_of_one_is_itself():
     assert comm.broadcast(values, None) is values
     assert_bitwise_equal(comm.exchange_heads_for_rows(values, [3], None), values)
     assert_bitwise_equal(comm.exchange_rows_for_heads(values, [3], None), values)
+    assert comm.exchange(values, None) is values
     gathered = comm.all_gather(values, None)
     assert gathered.shape == (1, 3, 2, 4)
     assert torch.equal(gathered[0], values)

@@ -203,3 +203,11 @@ def test_a_rank_gets_whole_pages_for_its_share_of_the_tokens(tokens, dcp_size, r
 def test_configs_cannot_be_changed_after_they_were_checked():
     with pytest.raises(AttributeError):
         DcpConfig().tp_size = 3  # type: ignore[misc]
+
+
+def test_index_keys_are_replicated_unless_asked_and_a_group_of_one_has_nothing_to_shard():
+    assert not DcpConfig(tp_size=2, dcp_size=2).shards_index_keys
+    assert DcpConfig(tp_size=2, dcp_size=2, index_keys="sharded").shards_index_keys
+    assert not DcpConfig(tp_size=2, index_keys="sharded").shards_index_keys
+    with pytest.raises(ValueError, match=refusal("index_keys must be one of replicated, sharded, got 'split'")):
+        DcpConfig(index_keys="split")

@@ -104,7 +104,7 @@ FLAGS = {
     "plan": (
         ["--gpu-memory-gib", "60"],
         *(["--gpu-memory-gib", "--weights-gib", "--mem-fraction-static", "--dcp-size", "--tp-size", "--attn-dp-size"]),
-        *(["--pp-size", "--pp-layer-partition", "--gpus-per-node", "--index-shards", "--draft-layers", "--page-size"]),
+        *(["--pp-size", "--pp-layer-partition", "--gpus-per-node", "--draft-layers", "--page-size"]),
         *(["--context", "--chunked-prefill-size", "--sm-count", "--kv-cache-dtype"]),
     ),
     "model": (

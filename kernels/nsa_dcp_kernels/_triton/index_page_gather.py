@@ -68,3 +68,49 @@ def gather_index_pages(
         num_warps=4,
     )
     return keys, scales
+
+
+@triton.jit(do_not_specialize=["num_pages"])
+def _join_index_pages_kernel(
+    shards_ptr,
+    pages_ptr,
+    num_pages,
+    NUM_RANKS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KEY_WORDS: tl.constexpr,
+    PAGE_WORDS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    joined = tl.program_id(0).to(tl.int64)
+    widened = joined // NUM_RANKS
+    in_page = tl.arange(0, PAGE_SIZE)
+    slot = joined % NUM_RANKS * PAGE_SIZE + in_page
+    source = shards_ptr + ((slot % NUM_RANKS) * num_pages.to(tl.int64) + widened) * PAGE_WORDS
+    target = pages_ptr + joined * PAGE_WORDS
+    row = slot // NUM_RANKS
+    word = tl.arange(0, KEY_WORDS)
+    keys = tl.load((source + row * KEY_WORDS)[:, None] + word[None, :])
+    tl.store(target + in_page[:, None] * KEY_WORDS + word[None, :], keys)
+    if HAS_SCALES:
+        tl.store(target + PAGE_SIZE * KEY_WORDS + in_page, tl.load(source + PAGE_SIZE * KEY_WORDS + row))
+
+
+def join_index_pages(shards: torch.Tensor) -> torch.Tensor:
+    num_ranks, rows, width = shards.shape
+    packed = shards.dtype == torch.uint8
+    joined = torch.empty((num_ranks * rows, width), dtype=shards.dtype, device=shards.device)
+    num_pages = rows if packed else rows // PAGE_SIZE
+    if num_pages:
+        key_words = _KEY_WORDS if packed else width * shards.itemsize // 4
+        _join_index_pages_kernel[(num_ranks * num_pages,)](
+            shards.contiguous().view(torch.int32),
+            joined.view(torch.int32),
+            num_pages,
+            NUM_RANKS=num_ranks,
+            PAGE_SIZE=PAGE_SIZE,
+            KEY_WORDS=key_words,
+            PAGE_WORDS=_PAGE_WORDS if packed else PAGE_SIZE * key_words,
+            HAS_SCALES=packed,
+            num_warps=4,
+        )
+    return joined

@@ -144,11 +144,20 @@ def _unpack_latent_kernel(fp8_ptr, scale_ptr, bf16_ptr, out_ptr, num_tokens, BLO
 
 @triton.jit
 def _scatter_index_keys_kernel(
-    keys_ptr, slots_ptr, cache_ptr, scale_ptr, num_tokens, keys_stride, PACKED: tl.constexpr, BLOCK_T: tl.constexpr
+    keys_ptr,
+    slots_ptr,
+    cache_ptr,
+    scale_ptr,
+    num_tokens,
+    keys_stride,
+    dcp_rank,
+    DCP_SIZE: tl.constexpr,
+    PACKED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
     """scale_ptr is the packed cache as float32."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slot, written = _owned_rows(slots_ptr, token, num_tokens, 0, 1)
+    slot, written = _owned_rows(slots_ptr, token, num_tokens, dcp_rank, DCP_SIZE)
     dim = tl.arange(0, INDEX_HEAD_DIM)
     keys_at = (token.to(tl.int64) * keys_stride)[:, None, None] + dim[None, None, :]
     keys = tl.load(keys_ptr + keys_at, mask=written[:, None, None], other=0.0)
@@ -236,7 +245,9 @@ def scatter_latent_(
         )
 
 
-def scatter_index_keys_(cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
+def scatter_index_keys_(
+    cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, dcp_size: int = 1, dcp_rank: int = 0
+) -> None:
     check(cache.is_contiguous(), "cache", "be contiguous", f"strides {cache.stride()}")
     if keys.shape[0]:
         packed = cache.dtype == torch.uint8
@@ -248,6 +259,8 @@ def scatter_index_keys_(cache: torch.Tensor, keys: torch.Tensor, slots: torch.Te
             cache.view(torch.float32) if packed else None,
             keys.shape[0],
             keys.stride(0),
+            dcp_rank,
+            DCP_SIZE=dcp_size,
             PACKED=packed,
             BLOCK_T=_TOKENS_PER_PROGRAM,
             num_warps=1,

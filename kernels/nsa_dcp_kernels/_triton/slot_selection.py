@@ -39,15 +39,17 @@ _OVERLAPS = not triton.knobs.runtime.interpret
 
 
 @triton.jit
-def _store_slots(out_ptr, table_ptr, place, position, mask, PAGE: tl.constexpr):
-    """Store positions, or the slots that a page table gives them."""
+def _store_slots(out_ptr, keys_ptr, table_ptr, place, position, key, mask, PAGE: tl.constexpr):
+    """Store positions, or the slots that a page table gives them; and the keys, where they are wanted."""
+    if keys_ptr is not None:
+        tl.store(keys_ptr + place, key, mask=mask)
     if PAGE:
         position = tl.load(table_ptr + position // PAGE, mask=mask, other=0) * PAGE + position % PAGE
     tl.store(out_ptr + place, position, mask=mask)
 
 
 # What varies from call to call must not compile anew while a server serves.
-_VARYING = ("width", "row_units", "table_stride", "topk", "splits")
+_VARYING = ("width", "row_units", "out_stride", "table_stride", "topk", "splits")
 _UNALIGNED = ("starts_ptr", "lens_ptr", "request_ptr", "table_ptr")
 
 
@@ -138,6 +140,7 @@ def _select_held(
     candidates_ptr,
     counts_ptr,
     out_ptr,
+    keys_ptr,
     table_ptr,
     direct,
     held,
@@ -167,7 +170,7 @@ def _select_held(
         # Not all that tie with the last one fit: the first ones do.
         tied = key == threshold
         chosen = chosen & (~tied | (_count_through(tied) <= topk - beyond))
-    _store_slots(out_ptr, table_ptr, _count_through(chosen) - 1, position, chosen, PAGE)
+    _store_slots(out_ptr, keys_ptr, table_ptr, _count_through(chosen) - 1, position, key, chosen, PAGE)
 
 
 @triton.jit
@@ -175,6 +178,7 @@ def _select_from_row(
     scores_ptr,
     bound,
     out_ptr,
+    keys_ptr,
     table_ptr,
     skipped,
     end,
@@ -211,7 +215,7 @@ def _select_from_row(
         tied = key == threshold
         chosen = (key > threshold) | (tied & (ties + _count_through(tied) <= vacant))
         place = placed + _count_through(chosen) - 1
-        _store_slots(out_ptr, table_ptr, place, entry + at - skipped, chosen, PAGE)
+        _store_slots(out_ptr, keys_ptr, table_ptr, place, entry + at - skipped, key, chosen, PAGE)
         placed += tl.sum(chosen.to(tl.int32))
         ties += tl.sum(tied.to(tl.int32))
 
@@ -227,8 +231,10 @@ def _finish_kernel(
     table_ptr,
     request_ptr,
     out_ptr,
+    keys_ptr,
     width,
     row_units,
+    out_stride,
     table_stride,
     topk,
     splits,
@@ -248,13 +254,18 @@ def _finish_kernel(
     if PAGE:
         request = tl.load(request_ptr + row).to(tl.int64) if HAS_REQUESTS else row
         table_ptr += request * table_stride
-    out_ptr += row * topk
+    out_ptr += row * out_stride
+    if keys_ptr is not None:
+        keys_ptr += row * out_stride
     scores_ptr += row * row_units * UNIT + origin
     if length <= topk:
         for at in range(0, topk, GROUPS):
             place = at + tl.arange(0, GROUPS)
-            _store_slots(out_ptr, table_ptr, place, place, place < length, PAGE)
+            _store_slots(out_ptr, None, table_ptr, place, place, place, place < length, PAGE)
             tl.store(out_ptr + place, tl.full([GROUPS], -1, tl.int32), mask=(place >= length) & (place < topk))
+            if keys_ptr is not None:
+                key = _read_keys(scores_ptr, skipped + place, skipped, skipped + length, UNIT)
+                tl.store(keys_ptr + place, key, mask=place < topk)
     else:
         direct = length <= HELD
         counts_ptr += row * splits
@@ -266,19 +277,20 @@ def _finish_kernel(
                 held += tl.load(counts_ptr + split)
         if held <= GROUPS:
             _select_held(
-                scores_ptr + skipped, candidates_ptr, counts_ptr, out_ptr, table_ptr, direct, held, topk,
-                splits, PAGE, HELD, GROUPS, RUN,
+                scores_ptr + skipped, candidates_ptr, counts_ptr, out_ptr, keys_ptr, table_ptr, direct, held,
+                topk, splits, PAGE, HELD, GROUPS, RUN,
             )  # fmt: skip
         elif held <= HELD:
             _select_held(
-                scores_ptr + skipped, candidates_ptr, counts_ptr, out_ptr, table_ptr, direct, held, topk,
-                splits, PAGE, HELD, HELD, RUN,
+                scores_ptr + skipped, candidates_ptr, counts_ptr, out_ptr, keys_ptr, table_ptr, direct, held,
+                topk, splits, PAGE, HELD, HELD, RUN,
             )  # fmt: skip
         else:
             bound = tl.load(bounds_ptr + row)
             _select_from_row(
-                scores_ptr, bound, out_ptr, table_ptr, skipped, skipped + length, topk, PAGE, GROUPS, RUN, UNIT
-            )
+                scores_ptr, bound, out_ptr, keys_ptr, table_ptr, skipped, skipped + length, topk,
+                PAGE, GROUPS, RUN, UNIT,
+            )  # fmt: skip
 
 
 def select_slots(
@@ -291,10 +303,22 @@ def select_slots(
     page_size: int,
 ) -> torch.Tensor:
     """As the public function; topk at most 4,096, rows of fewer than 2^28 entries."""
+    out = torch.empty((scores.shape[0], topk), dtype=torch.int32, device=scores.device)
+    _select(scores, lengths, topk, row_starts, page_table, row_request, page_size, out, None)
+    return out
+
+
+def select_candidates(scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
+    """As the public function, within the limits of `select_slots`."""
+    candidates = torch.empty((scores.shape[0], 2, topk), dtype=torch.int32, device=scores.device)
+    _select(scores, lengths, topk, None, None, None, 0, candidates[:, 1], candidates[:, 0])
+    return candidates
+
+
+def _select(scores, lengths, topk, row_starts, page_table, row_request, page_size, out, keys) -> None:
     num_rows, width = scores.shape
     check(topk <= _GROUPS, "topk", f"be at most {_GROUPS} on a GPU", topk)
     check(width < _GROUPS << 16, "scores", f"have fewer than {_GROUPS << 16} columns", width)
-    out = torch.empty((num_rows, topk), dtype=torch.int32, device=scores.device)
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     if page_table is not None and page_table.stride(1) != 1:
@@ -310,11 +334,11 @@ def select_slots(
             None if row_request is None else row_request[rows],
             page_size,
             out[rows],
+            None if keys is None else keys[rows],
         )
-    return out
 
 
-def _launch(scores, lengths, topk, row_starts, page_table, row_request, page_size, out) -> None:
+def _launch(scores, lengths, topk, row_starts, page_table, row_request, page_size, out, keys) -> None:
     num_rows, width = scores.shape
     splits = 1
     while splits < _MOST_SPLITS and 2 * splits * num_rows <= _PROGRAMS and 2 * splits * _LEAST_RANGE <= width:
@@ -339,8 +363,8 @@ def _launch(scores, lengths, topk, row_starts, page_table, row_request, page_siz
             **layout, HAS_MAXIMA=splits > 1, RUN=_RUN, num_warps=16, maxnreg=_REGISTERS, **_overlapping(splits > 1),
         )  # fmt: skip
     _finish_kernel[(num_rows,)](
-        *read, bounds, counts, candidates, page_table, row_request, out,
-        *shape, page_table.stride(0) if page_table is not None else 0, topk, splits,
+        *read, bounds, counts, candidates, page_table, row_request, out, keys,
+        *shape, out.stride(0), page_table.stride(0) if page_table is not None else 0, topk, splits,
         **layout, HAS_REQUESTS=row_request is not None, PAGE=page_size if page_table is not None else 0, RUN=_RUN,
         num_warps=16, maxnreg=_REGISTERS, **_overlapping(width > _HELD),
     )  # fmt: skip

@@ -58,7 +58,8 @@ class SparseAttention:
         # A bf16 cache rounds the latents; index keys it keeps as the model computes them.
         index_dtype = dtype if dtype == torch.uint8 else model.dtype
         self.latents = LatentCache(shape.num_layers, size, dtype, model.device, dcp, ranks.dcp_rank)
-        self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, index_dtype, model.device, dcp)
+        own_rank = ranks.dcp_rank if ranks.config.shards_index_keys else None
+        self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, index_dtype, model.device, dcp, own_rank)
         for index, layer in enumerate(model.model.layers):
             layer.self_attn = DcpAttention(layer.self_attn, index, ranks, self.latents, self.index_keys)
         sizes = LayerSizes(

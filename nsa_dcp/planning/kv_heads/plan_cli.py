@@ -12,7 +12,7 @@ from nsa_dcp.planning.kv_heads.plan import ITEMSIZES, format_kv_head_plan, plan_
 _OTHERS = (
     ("pp_size", "--pp-size", 1),
     ("pp_layer_partition", "--pp-layer-partition", None),
-    ("index_shards", "--index-shards", 1),
+    ("index_keys", "--index-keys", "replicated"),
     ("draft_layers", "--draft-layers", 0),
     ("speculative_num_draft_tokens", "--speculative-num-draft-tokens", None),
     ("max_running_requests", "--max-running-requests", None),

@@ -35,10 +35,10 @@ def exchange_on_nccl(
         times["arrange_heads"] = interpolate(values.tables["arrange_heads"], n * query_bytes, extend=True)
     if backend == "a2a":
         received = row_heads * (value_dim * 2 + 4) * (n - 1) / n
-        times["exchange"] = _link_us(values, "all_to_all", received, received_share=0.5)
+        times["exchange"] = link_us(values, "all_to_all", received, received_share=0.5)
     else:
         received = row_heads * value_dim * 4 * (n - 1) / n
-        scattered = _link_us(values, "reduce_scatter", received, received_share=0.5)
+        scattered = link_us(values, "reduce_scatter", received, received_share=0.5)
         times["exchange"] = gather_us(values, n, row_heads * 4) + scattered
     if merged_bytes:
         times["exchange"] += gather_us(values, n, merged_bytes)
@@ -62,19 +62,19 @@ def all_reduce_us(values: Values, n: int, size: int) -> float:
     """Of `size` bytes on each of n ranks."""
     if n == 1:
         return 0.0
-    return _link_us(values, "all_reduce", size * (n - 1) / n, received_share=0.5)
+    return link_us(values, "all_reduce", size * (n - 1) / n, received_share=0.5)
 
 
 def gather_us(values: Values, n: int, contributed: float) -> float:
     """Of `contributed` bytes from each of n ranks."""
-    return _link_us(values, "all_gather", contributed * (n - 1), received_share=1.0)
+    return link_us(values, "all_gather", contributed * (n - 1), received_share=1.0)
 
 
 def _peers_us(values: Values, received: float) -> float:
     return interpolate(values.tables["peer_exchange"], received, extend=True)
 
 
-def _link_us(values: Values, table: str, received: float, received_share: float) -> float:
+def link_us(values: Values, table: str, received: float, received_share: float) -> float:
     """Time to receive `received` bytes; `received_share` is what part of a table's key a rank of two receives."""
     points = values.tables[table]
     if values.numbers["link_bandwidth_gbs"]:

@@ -64,6 +64,14 @@ _SCALARS = {
         "the embedded engine's taking a rank's rows and putting all ranks' together: a rank's selection less a TP "
         f"rank's of as many rows (12.5 to 15.0); the plugin's, which copies less, was not measured, {H200}",
     ),
+    "take_own_us": StepInput(
+        5.0, "us per selection over sharded index keys", f"a rank's own rows up to the threshold, {_ASSUMED}"
+    ),
+    "take_whole_us": StepInput(
+        4.0,
+        "us per selection over sharded index keys",
+        f"a rank that owns no more tokens than are selected hands on all of them, {_ASSUMED}",
+    ),
     "other_us_per_layer": StepInput(
         0.0, "us per layer", f"norms, RoPE, router, launches: not counted unless set, {_ASSUMED}"
     ),

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nsa_dcp.choices import COMM_BACKENDS, WIRES
+from nsa_dcp.choices import COMM_BACKENDS, INDEX_KEYS, WIRES
 from nsa_dcp.planning.capacity import plan
 from nsa_dcp.planning.dimensions import ModelDims
-from nsa_dcp.planning.served_format import HEAD_BUCKETS, padded_heads
+from nsa_dcp.planning.served_format import HEAD_BUCKETS
 from nsa_dcp.planning.steps.exchange_times import (
     Values,
     all_reduce_us,
@@ -29,6 +29,13 @@ from nsa_dcp.planning.steps.exchange_times import (
     gather_us,
 )
 from nsa_dcp.planning.steps.step_inputs import StepInput, interpolate, measured_inputs, override_inputs
+from nsa_dcp.planning.steps.term_times import (
+    agree_us,
+    attend_planned_us,
+    pad_heads_us,
+    select_sharded_us,
+    select_us,
+)
 from nsa_dcp.planning.steps.weight_reads import count_weight_bytes
 from nsa_dcp.planning.weight_counts import WeightCounts, count_weights
 
@@ -46,13 +53,22 @@ __all__ = [
 MODES = ("tp", "tp_dcp", "cp_dcp")
 _TERMS = (
     *("attention", "pad_heads", "localize", "gather_q", "arrange_heads", "exchange", "combine"),
-    *("selection", "join_scores", "gather_selection", "cache_writes", "page_table", "weights", "all_reduce", "other"),
+    *(
+        "selection",
+        "join_scores",
+        "gather_selection",
+        "agree_threshold",
+        "cache_writes",
+        "page_table",
+        "weights",
+        "all_reduce",
+        "other",
+    ),
 )
 MAX_BATCH = 256  # the largest measured batch
 _SCORE_BYTES = 4  # float32
 _SPLIT_ROWS = 64  # the plugin's MIN_ROWS (selection/row_split_decode.py), which cannot be imported without torch
 _CAPTURED_MULTIPLE = 8  # sglang 0.5.23 captures batches of such multiples above 8, by default
-_ROWS_PER_LAUNCH_128 = 132  # two rows for each of the 66 SM parts at 128 heads
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,8 @@ class DecodeSetup:
         row_split_selection: each rank of a DCP group scores and selects for its share of the rows. None, as the plugin
             does: every rank of the replica takes a share, from 64 rows of a captured step on, which has the batch
             padded to a multiple of 8 (sglang's graphs).
+        index_keys: `replicated` or `sharded`: each rank of a DCP group scores every row against its own keys, and the
+            ranks agree on a threshold.
         wire: `nccl`; or `peer`: queries and partial results over peer memory, one kernel each (NSA_DCP_WIRE).
     """
 
@@ -77,6 +95,7 @@ class DecodeSetup:
     replicate_q_proj: bool | None = None
     cp_decode_attn_tp: bool = True
     row_split_selection: bool | None = None
+    index_keys: str = "replicated"
     wire: str = "nccl"
 
     @property
@@ -119,10 +138,10 @@ def predict_step(
     dcp = mode != "tp" and n > 1
 
     terms = dict.fromkeys(_TERMS, 0.0)
-    terms["pad_heads"] = layers * _pad_heads(values.tables["pad_heads_dcp" if dcp else "pad_heads"], heads, batch)
+    terms["pad_heads"] = layers * pad_heads_us(values.tables["pad_heads_dcp" if dcp else "pad_heads"], heads, batch)
     if dcp:
         valid = min(context, model.index_topk) / n
-        terms["attention"] = layers * _attend_planned(values, heads, batch, valid)
+        terms["attention"] = layers * attend_planned_us(values, heads, batch, valid)
         terms["localize"] = selections * interpolate(values.tables["localize"], batch)
         replicated = mode == "tp_dcp" and setup.replicates_q_proj
         query_bytes = 0 if not sliced or replicated else batch * local_heads * model.latent_dim * 2
@@ -134,19 +153,23 @@ def predict_step(
     else:
         # The stock schedule walks all 2,048 indices however many are valid.
         terms["attention"] = layers * interpolate(values.tables["attend_stock_64"], batch)
-    row_split, sharing = dcp and setup.row_split_selection, n
-    if dcp and setup.row_split_selection is None:
+    sharded = dcp and setup.index_keys == "sharded"
+    row_split, sharing = dcp and not sharded and setup.row_split_selection, n
+    if dcp and not sharded and setup.row_split_selection is None:
         captured_rows, sharing = -(-batch // _CAPTURED_MULTIPLE) * _CAPTURED_MULTIPLE, setup.tp_size
         row_split = captured_rows >= _SPLIT_ROWS and captured_rows % sharing == 0
     rows = -(-batch // sharing) if row_split else batch
-    selection = _select(values, rows, context) + values.numbers["slots_us"]
-    if row_split:
+    selection = select_us(values, rows, context) + values.numbers["slots_us"]
+    if sharded:
+        selection = select_sharded_us(values, n, rows, context, model.index_topk)
+        terms["agree_threshold"] = selections * agree_us(values, n, rows, model.index_topk)
+    elif row_split:
         selection += values.numbers["row_split_us"]
         terms["gather_selection"] = selections * gather_us(values, sharing, rows * model.index_topk * 4)
     terms["selection"] = selections * selection
     if rows > values.numbers["rows_scored_at_once"]:
         # Read and written once more.
-        joined_bytes = 2 * rows * values.numbers["context_length"] * _SCORE_BYTES
+        joined_bytes = 2 * rows * values.numbers["context_length"] * _SCORE_BYTES / (n if sharded else 1)
         terms["join_scores"] = selections * joined_bytes / values.numbers["memory_bandwidth_gbs"] / 1e3
     terms["cache_writes"] = (layers + selections) * values.numbers["cache_write_us"]
     if dcp:
@@ -218,12 +241,14 @@ def format_report(report: Mapping[str, Any], *, show_inputs: bool = False) -> st
     """The report as text."""
     modes, names = report["modes"], {"tp": "TP", "tp_dcp": "TP-DCP", "cp_dcp": "CP-DCP"}
     setup, switch = report["setup"], {True: "on", False: "off", None: f"from {_SPLIT_ROWS} rows"}
+    selected = f"row-split selection {switch[setup['row_split_selection']]}"
+    if setup["index_keys"] == "sharded":
+        selected = "sharded index keys"
     lines = [
         f"predicted decode step of {report['model']}, milliseconds (not measured; * does not fit the pool)",
         f"tp {setup['tp_size']}, dcp {setup['dcp_size']}, {setup['comm_backend']}, wire {setup['wire']}, "
         f"replicated q projection {switch[setup['replicate_q_proj']]}, "
-        f"decode head slice {switch[setup['cp_decode_attn_tp']]}, "
-        f"row-split selection {switch[setup['row_split_selection']]}",
+        f"decode head slice {switch[setup['cp_decode_attn_tp']]}, {selected}",
         "",
         "context    batch " + "".join(f"{names[mode]:>10}" for mode in modes),
     ]
@@ -275,34 +300,9 @@ def _pool_tokens(model: ModelDims, setup: DecodeSetup, gpu_memory_gib: float, kv
         tp_size=setup.tp_size,
         gpus_per_node=setup.tp_size,
         dcp_sizes=(1, setup.dcp_size),
+        index_shards=setup.dcp_size if setup.index_keys == "sharded" else 1,
     ).rows
     return {"tp": rows[0].tokens_per_node, "tp_dcp": rows[-1].tokens_per_node, "cp_dcp": rows[-1].tokens_per_node}
-
-
-def _attend_planned(values: Values, heads: int, batch: int, valid: float) -> float:
-    """Attention over `valid` indices a row on average, between what was measured; over fewer, as over 256."""
-    padded, launches = padded_heads(heads), 1
-    if padded == 128:
-        launches = -(-batch // _ROWS_PER_LAUNCH_128)
-    prefix = f"attend_{padded}_valid_"
-    times = {int(name.removeprefix(prefix)): table for name, table in values.tables.items() if name.startswith(prefix)}
-    # With 64 heads and everything valid the plan walks what FlashMLA's own schedule does.
-    times.setdefault(2048, values.tables["attend_stock_64"])
-    by_valid: dict[float, float] = {width: interpolate(times[width], batch / launches) for width in sorted(times)}
-    return launches * interpolate(by_valid, valid)
-
-
-def _pad_heads(table: Mapping[float, float], heads: int, batch: int) -> float:
-    """Padding queries to the heads that the kernel has."""
-    padded = padded_heads(heads)
-    return 0.0 if heads == padded else interpolate(table, batch * padded // 64, extend=True)
-
-
-def _select(values: Values, rows: int, context: int) -> float:
-    """Scoring and selecting: the rounds of a long context take their time for one row too."""
-    scores = interpolate(values.tables["index_scores"], rows * context, extend=True)
-    by_context = interpolate(values.tables["select_context"], context, extend=True)
-    return scores + max(by_context, interpolate(values.tables["select_entries"], rows * context, extend=True))
 
 
 def _weight_bytes(
@@ -328,6 +328,8 @@ def _weight_bytes(
 def _check(model: ModelDims, setup: DecodeSetup, mode: str, batch: int, context: int) -> None:
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if setup.index_keys not in INDEX_KEYS:
+        raise ValueError(f"index_keys must be one of {', '.join(INDEX_KEYS)}, got {setup.index_keys!r}")
     if setup.comm_backend not in COMM_BACKENDS:
         raise ValueError(f"comm_backend must be one of {', '.join(COMM_BACKENDS)}, got {setup.comm_backend!r}")
     for name, value in (

@@ -23,6 +23,7 @@ class ServerSettings:
     from another checkpoint. `pp_layer_partition`: the value of `nsa_dcp.planning.pipelines.PARTITION_VARIABLE`.
     `prefill_way`: of `PREFILL_VARIABLE`, one of `nsa_dcp.choices.PREFILL_WAYS`; None or empty means "queries".
     `wire`: that of `nsa_dcp.choices.WIRE_VARIABLE`.
+    `index_keys`: the value of `nsa_dcp.planning.index_key_choice.INDEX_KEYS_VARIABLE`; None or empty is replicated.
     `chunk_is_divided`: sglang has divided `chunked_prefill_size` by `attn_dp_size` already.
     """
 
@@ -36,6 +37,7 @@ class ServerSettings:
             "pp_layer_partition",
             "prefill_way",
             "wire",
+            "index_keys",
             "chunk_is_divided",
         )
     )
@@ -107,6 +109,7 @@ class ServerSettings:
     enable_return_indexer_topk: bool = False
     moe_dense_tp_size: int | None = None
     served_model_name: str | None = None
+    index_keys: str | None = None
 
     @property
     def copies_weights(self) -> bool:

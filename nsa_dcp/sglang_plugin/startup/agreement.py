@@ -24,6 +24,8 @@ from typing import Any
 
 import nsa_dcp
 import nsa_dcp_kernels
+from nsa_dcp.choices import INDEX_KEYS
+from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
 from nsa_dcp.sglang_plugin.admission.server_settings import ModelFacts, ServerSettings
 
 # Name, and the value that stands for a variable that is not set.
@@ -31,6 +33,7 @@ OWN_VARIABLES: tuple[tuple[str, str], ...] = (
     ("NSA_DCP_TOPK", "exact"),
     ("NSA_DCP_WIRE", "nccl"),
     ("NSA_DCP_PREFILL", "queries"),
+    (INDEX_KEYS_VARIABLE, INDEX_KEYS[0]),
 )
 
 # What a selection is, how ties fall in it, and which scores it is made from.

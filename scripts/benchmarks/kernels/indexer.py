@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from nsa_dcp_kernels import score_index, select_topk
+from nsa_dcp_kernels import find_threshold, join_index_pages, score_index, select_candidates, select_topk, take_own
 from nsa_dcp_kernels.kv_format import INDEX_KEY_BYTES, PAGE_SIZE
 from scripts.benchmarks.timing import Record, time_calls
 
@@ -69,10 +69,43 @@ def bench_indexer(num_tokens: int, num_requests: int, length: int, dcp_size: int
         )
 
 
+def bench_sharded(num_tokens: int, length: int, dcp_size: int = 8) -> Iterator[Record]:
+    """One rank's part of a step's selection over sharded index keys; what ranks exchange is bytes."""
+    own = -(-length // dcp_size)
+    q, weights, cache, table, row_request, own_lens = draw_scoring(num_tokens, num_tokens, own)
+    case = f"T={num_tokens} context={length} dcp={dcp_size}"
+    flop = 2 * 128 * HEADS * num_tokens * own
+
+    def select_own() -> torch.Tensor:
+        logits = score_index(q, weights, cache, table, row_request, own_lens, own)
+        return select_candidates(logits, own_lens, TOPK)
+
+    sent = 8 * TOPK * num_tokens * (dcp_size - 1) // dcp_size
+    name = f"score + candidates, every row, {sent / 1e6:.1f} MB exchanged"
+    yield Record(name, case, time_calls([select_own], 5), flop=flop)
+    candidates = select_own()
+    lists = candidates[: -(-num_tokens // dcp_size)].expand(dcp_size, -1, -1, -1).contiguous()
+    yield Record("threshold, 1/dcp of the rows", case, time_calls([lambda: find_threshold(lists)], 10))
+    cutoffs = find_threshold(candidates.expand(dcp_size, -1, -1, -1).contiguous())
+    take = time_calls([lambda: take_own(candidates, cutoffs, table, dcp_size, 0, row_request=row_request)], 10)
+    yield Record("own rows", case, take, moved_bytes=12 * num_tokens * TOPK)
+
+
+def bench_join(num_tokens: int, dcp_size: int = 8) -> Iterator[Record]:
+    """A prompt's index pages, gathered from all ranks, put in the order of its tokens."""
+    pages = num_tokens // (PAGE_SIZE * dcp_size)
+    shape = (dcp_size, pages, PAGE_SIZE * INDEX_KEY_BYTES)
+    shards = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+    joined = time_calls([lambda: join_index_pages(shards)], 10)
+    yield Record("join index pages", f"tokens={num_tokens} dcp={dcp_size}", joined, moved_bytes=2 * shards.nbytes)
+
+
 def bench_all(quick: bool) -> Iterator[Record]:
     for num_tokens, length in [(8, 131072), (64, 32768), (256, 8192), (2048, 32768)]:
         yield from bench_selection(num_tokens, length)
     yield from bench_indexer(64, 64, 32768)
+    yield from bench_sharded(64, 32768)
+    yield from bench_join(131072)
     if quick:
         return
     yield from bench_indexer(8, 8, 131072)
@@ -80,3 +113,7 @@ def bench_all(quick: bool) -> Iterator[Record]:
     yield from bench_indexer(256, 256, 8192)
     yield from bench_indexer(8192, 1, 32768)
     yield from bench_indexer(8192, 1, 131072)
+    for num_tokens, length in [(1, 4096), (1, 131072), (16, 131072), (16, 1 << 20), (256, 8192)]:
+        yield from bench_sharded(num_tokens, length)
+    yield from bench_sharded(64, 32768, dcp_size=2)
+    yield from bench_join(1 << 20)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from nsa_dcp.sglang_plugin.admission.reading.launch_line import read_launch_line
 from nsa_dcp.sglang_plugin.admission.reading.server_command import read_without_sglang
 from nsa_dcp.sglang_plugin.admission.server_settings import ServerSettings
 from nsa_dcp.sglang_plugin.admission.validation import find_problems
@@ -124,6 +125,43 @@ def test_sglangs_own_resolution_refuses_released_weights_without_a_backup(
     server_args = parse_server_args([*base.split(), "--kv-cache-dtype", "fp8_e4m3", *flags.split()])
     if refused:
         with pytest.raises(ValueError, match=f"{SAVER} without {BACKUP}: weights that were released"):
+            server_args.resolve_once()
+    else:
+        server_args.resolve_once()
+
+
+INDEX_KEYS = "NSA_DCP_INDEX_KEYS"
+
+
+@pytest.mark.parametrize("words", [[f"{INDEX_KEYS}=sharded"], ["env", f"{INDEX_KEYS}=sharded"]], ids=" ".join)
+def test_sharded_index_keys_are_not_served_yet_and_doctor_says_so(words):
+    """Taken for replicated ones, a server would hold fewer tokens than was planned."""
+    command = [*words, "sglang", "serve", "--model", "m", "--tp", "8", "--dcp-size", "8"]
+    line = read_launch_line(command)
+    assert read_without_sglang(line.arguments, line.environment).settings.index_keys == "sharded"
+    (problem,) = find_problems(dataclasses.replace(TP_DCP, index_keys="sharded"), GLM, HOPPER)
+    assert problem.asked == f"{INDEX_KEYS}=sharded" and "servers do not shard index keys yet" in problem.reason
+    (change,) = problem.instead.changes
+    assert change.drop == (INDEX_KEYS,)
+    assert find_problems(dataclasses.replace(TP_DCP, index_keys="sharded", dcp_size=1), GLM, HOPPER) == []
+
+
+def test_index_keys_that_are_replicated_as_ever_are_served_and_a_misspelt_choice_is_not():
+    for value in (None, "", "replicated"):
+        assert find_problems(dataclasses.replace(TP_DCP, index_keys=value), GLM, HOPPER) == []
+    (problem,) = find_problems(dataclasses.replace(TP_DCP, index_keys="shared"), GLM, HOPPER)
+    assert problem.reason == "it is none of replicated and sharded"
+
+
+@pytest.mark.sglang
+@pytest.mark.usefixtures("registered", "on_hopper")
+@pytest.mark.parametrize(("value", "refused"), [("sharded", True), ("replicated", False), ("", False)])
+def test_sglangs_own_resolution_refuses_sharded_index_keys(value, refused, model_path, parse_server_args, monkeypatch):
+    monkeypatch.setenv(INDEX_KEYS, value)
+    base = f"--model-path {model_path()} --device cuda --tp-size 8 --dcp-size 8 --attention-backend nsa"
+    server_args = parse_server_args([*base.split(), "--kv-cache-dtype", "fp8_e4m3"])
+    if refused:
+        with pytest.raises(ValueError, match=f"{INDEX_KEYS}=sharded: servers do not shard index keys yet"):
             server_args.resolve_once()
     else:
         server_args.resolve_once()

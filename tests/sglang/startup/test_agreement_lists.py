@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa_dcp.choices import WIRE_VARIABLE
+from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
 from nsa_dcp.sglang_plugin.admission.server_settings import PREFILL_VARIABLE
 from nsa_dcp.sglang_plugin.startup import agreement
 
@@ -66,9 +67,9 @@ def variables_read(path):
 def test_every_variable_that_our_servers_read_is_compared_or_explained():
     known = set(OUR_LOCAL_VARIABLES) | {name for name, _ in agreement.OWN_VARIABLES} | set(agreement.SGLANG_VARIABLES)
     # By a name that holds the name: PARTITION_VARIABLE is in the list above, the others are `agreement`'s own lists.
-    assert {PREFILL_VARIABLE, WIRE_VARIABLE} <= known
+    assert {INDEX_KEYS_VARIABLE, PREFILL_VARIABLE, WIRE_VARIABLE} <= known
     # "$word" is a variable that a command line names, which doctor looks up; no server does.
-    known |= {"$PARTITION_VARIABLE", "$PREFILL_VARIABLE", "$WIRE_VARIABLE", "$name", "$word"}
+    known |= {"$PARTITION_VARIABLE", "$INDEX_KEYS_VARIABLE", "$PREFILL_VARIABLE", "$WIRE_VARIABLE", "$name", "$word"}
     unknown = {
         str(path.relative_to(ROOT)): sorted(variables_read(path) - known)
         for path in served_sources()

@@ -79,9 +79,65 @@ def test_plan_text_shows_the_same(run):
     assert "add --draft-layers 1" in out
 
 
-def test_plan_says_that_sharded_index_keys_are_a_what_if(run):
-    assert "what-if" in run(*PLAN, "--index-shards", "4")[1]
-    assert "what-if" not in run(*PLAN)[1]
+@pytest.mark.parametrize(
+    ("preset", "draft_layers", "replicated", "sharded"),
+    [
+        ("glm-5.2", 0, 5.88, 8.0),
+        ("glm-5.2", 1, 5.50, 7.27),
+        ("deepseek-v3.2", 0, 3.68, 8.0),
+        ("deepseek-v3.2", 1, 3.53, 7.19),
+    ],
+)
+def test_plan_shows_what_the_other_choice_of_index_keys_would_hold(run, preset, draft_layers, replicated, sharded):
+    """Capacity over dcp 1 at dcp 8, by either choice, and the same figures whichever was made."""
+    command = ("plan", "--preset", preset, "--gpu-memory-gib", "40", "--kv-cache-dtype", "fp8_e4m3")
+    command += ("--draft-layers", draft_layers)
+    reports = {
+        choice: json.loads(run(*command, "--index-keys", choice, "--json")[1]) for choice in ("replicated", "sharded")
+    }
+    for choice, other, own_multiple, other_multiple in (
+        ("replicated", "sharded", replicated, sharded),
+        ("sharded", "replicated", sharded, replicated),
+    ):
+        report = reports[choice]
+        last, there = report["rows"][-1], report["other"][-1]
+        assert (report["index_keys"], there["index_keys"]) == (choice, other)
+        assert (last["dcp_size"], there["dcp_size"]) == (8, 8)
+        assert round(last["multiple_over_dcp1"], 2) == own_multiple
+        assert round(there["multiple_over_dcp1"], 2) == other_multiple
+        assert there["tokens_per_node"] == reports[other]["rows"][-1]["tokens_per_node"]
+    assert json.loads(run(*command, "--json")[1]) == reports["replicated"]
+    text = run(*command)[1]
+    assert f"{sharded:.2f}x" in text and "--index-keys sharded" in text
+    assert "sglang servers of this version hold replicated ones" not in text
+    assert "sglang servers of this version hold replicated ones" in run(*command, "--index-keys", "sharded")[1]
+
+
+def test_an_odd_group_shards_its_index_keys_over_all_its_ranks(run):
+    config = PLAN + ("--tp-size", "4", "--gpus-per-node", "8", "--index-keys", "sharded", "--json")
+    rows = json.loads(run(*config)[1])["rows"]
+    assert {(row["dcp_size"], row["index_shards"]) for row in rows} == {(1, 1), (2, 2), (4, 4)}
+
+
+def test_a_choice_that_holds_not_one_page_is_shown_as_none(run):
+    """DeepSeek-V3.2's replicated keys alone fill what a sharded page takes."""
+    command = ("plan", "--preset", "deepseek-v3.2", "--gpu-memory-gib", "0.0045", "--dcp-size", "8")
+    status, out, err = run(*command, "--index-keys", "sharded", "--kv-cache-dtype", "fp8_e4m3", "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["rows"][0]["tokens_per_gpu"] == 64
+    assert json.loads(out)["other"][0]["tokens_per_node"] == 0
+    assert run(*command)[0] == 2
+
+
+def test_the_step_model_follows_the_choice(run):
+    report = json.loads(run(*MODEL, "--index-keys", "sharded", "--json")[1])
+    assert report["setup"]["index_keys"] == "sharded"
+    step = report["predictions"][0]["step_us"]
+    assert step["tp_dcp"]["agree_threshold"] > 0 and step["tp_dcp"]["gather_selection"] == 0
+    assert step["tp"]["agree_threshold"] == 0
+    text = run(*MODEL, "--index-keys", "sharded")[1]
+    assert "dcp 8, a2a, wire nccl, replicated q projection on" in text and "slice on, sharded index keys" in text
+    assert "row_split_selection must be off" in run(*MODEL, "--index-keys", "sharded", "--row-split-selection")[2]
 
 
 def test_plan_reads_a_config(run, tmp_path):

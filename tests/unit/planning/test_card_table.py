@@ -67,6 +67,21 @@ def test_a_row_is_the_plan_of_its_card():
     assert row.tokens[8] > row.tokens[4] > row.tokens[2] > row.tokens[1] > 0
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_each_row_shows_what_the_other_choice_of_index_keys_would_hold(run, preset):
+    model = preset_dims(preset)
+    replicated, sharded = (plan_cards(model, index_keys=choice) for choice in ("replicated", "sharded"))
+    for one, other in zip(replicated, sharded, strict=True):
+        assert (one.tokens, one.other_tokens) == (other.other_tokens, other.tokens)
+        assert one.tokens[1] == other.tokens[1]
+        assert one.tokens[8] < other.tokens[8] or not other.tokens[8]
+    held = max(row.tokens[8] for row in sharded)
+    assert (
+        f"{held:,}" in run("--preset", preset)[1]
+        and f"{held:,}" in run("--preset", preset, "--index-keys", "sharded")[1]
+    )
+
+
 def test_weights_that_leave_no_room_are_a_row_and_not_an_error(run):
     status, out, _ = run("--preset", "deepseek-v3.2", "--json")
     rows = {row["card"]: row for row in json.loads(out)["cards"]}

@@ -135,7 +135,7 @@ def test_an_unused_window_is_no_window():
 @pytest.mark.parametrize(
     "words",
     [
-        "--index-shards 2",
+        "--index-keys sharded",
         "--draft-layers 1",
         "--pp-size 2",
         "--context 4096",

@@ -40,7 +40,7 @@ MODEL = ("model", "--preset", "glm-5.2", "--gpu-memory-gib", "40", "--context", 
 COMMANDS = [
     PLAN,
     (*PLAN, "--kv-cache-dtype", "bf16"),
-    (*PLAN, "--index-shards", "4"),
+    (*PLAN, "--index-keys", "sharded"),
     (*PLAN, "--dcp-size", "8"),
     MODEL,
 ]

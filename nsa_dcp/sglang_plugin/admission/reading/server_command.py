@@ -25,6 +25,7 @@ from nsa_dcp.planning.config_fields import (
     read_json_object,
 )
 from nsa_dcp.planning.dimensions import indexer_layers, preset_dims
+from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
 from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS, kv_head_preset
 from nsa_dcp.planning.pipelines import PARTITION_VARIABLE
 from nsa_dcp.planning.served_format import DEEPSEEK, GLM
@@ -139,6 +140,7 @@ def command_from_fields(
     values["pp_layer_partition"] = environment.get(PARTITION_VARIABLE)
     values["prefill_way"] = environment.get(PREFILL_VARIABLE)
     values["wire"] = environment.get(WIRE_VARIABLE)
+    values["index_keys"] = environment.get(INDEX_KEYS_VARIABLE)
     values["foreign_draft"] = is_foreign_draft(read["speculative_draft_model_path"], read["model_path"])
     given = {name: value for name, value in fields_read.items() if value != _defaults().get(name)}
     return ServerCommand(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nsa_dcp.choices import WIRE_VARIABLE, WIRES
+from nsa_dcp.choices import INDEX_KEYS, WIRE_VARIABLE, WIRES
+from nsa_dcp.planning.index_key_choice import INDEX_KEYS_VARIABLE
 from nsa_dcp.sglang_plugin.admission.advice import Advice, Change, advise, drop, use
 from nsa_dcp.sglang_plugin.admission.server_settings import Problem, ServerSettings
 
@@ -93,6 +94,17 @@ def find_feature_problems(settings: ServerSettings) -> list[Problem]:
                     Change(("--cuda-graph-backend-decode full",), ("--cuda-graph-config",), said="use full ones"),
                     Change(("--cuda-graph-backend-decode disabled",), ("--cuda-graph-config",), said="none"),
                 ),
+            )
+        )
+    if settings.index_keys and settings.index_keys != INDEX_KEYS[0]:
+        known = settings.index_keys in INDEX_KEYS
+        problems.append(
+            Problem(
+                f"{INDEX_KEYS_VARIABLE}={settings.index_keys}",
+                "servers do not shard index keys yet, nsa-dcp generate alone does"
+                if known
+                else f"it is none of {' and '.join(INDEX_KEYS)}",
+                advise(drop(INDEX_KEYS_VARIABLE, said="unset it: every rank then holds every token's")),
             )
         )
     if settings.foreign_draft:
