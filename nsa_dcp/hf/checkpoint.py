@@ -13,7 +13,7 @@ from nsa_dcp.hf.generation_defaults import read_eos_ids
 from nsa_dcp.hf.model_config import build_unloaded_model, read_model_config
 from nsa_dcp.hf.tiny import KV_HEAD_NAMES, NAMES, write_tiny_checkpoint
 from nsa_dcp.hf.weight_checks import check_finite, check_names_and_shapes, check_not_quantised
-from nsa_dcp.kv_head_config import KvHeadShape
+from nsa_dcp.kv_heads.config import KvHeadShape
 from nsa_dcp.planning.config_fields import read_json_object
 
 COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}

@@ -13,7 +13,7 @@ from typing import Any
 
 from nsa_dcp.command_line import check_output_file
 from nsa_dcp.config import CacheConfig, DcpConfig
-from nsa_dcp.kv_head_config import KvHeadShape
+from nsa_dcp.kv_heads.config import KvHeadShape
 from nsa_dcp.layout import pages_for, widened_page_size
 
 _PROGRESS_EVERY_S = 2.0

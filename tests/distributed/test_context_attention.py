@@ -8,7 +8,7 @@ import torch
 from nsa_dcp import comm
 from nsa_dcp.cache import KeyValueCache
 from nsa_dcp.config import COMM_BACKENDS
-from nsa_dcp.context_attention import LocalContext, attend_cached, attend_extended
+from nsa_dcp.kv_heads.context_attention import LocalContext, attend_cached, attend_extended
 from nsa_dcp.launcher import run_ranks
 from nsa_dcp.testing.poisoned_memory import poisoned_allocations
 

@@ -3,7 +3,7 @@
 import pytest
 
 from nsa_dcp.config import DcpConfig
-from nsa_dcp.kv_head_config import KvHeadShape
+from nsa_dcp.kv_heads.config import KvHeadShape
 
 
 def test_sharded_index_keys_are_refused():

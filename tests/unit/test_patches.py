@@ -34,6 +34,9 @@ WRITTEN = {
     ("attention/row_backend.py", "self._rule"): "the same",
     ("attention/row_backend.py", "self._buffer"): "the same",
     ("attention/row_backend.py", "__setattr__(self.forward_metadata, ...)"): "carried by a forward: `_nsa_dcp_rows`",
+    ("selection/sharded_key_cache.py", "self.dcp_size"): "a name of ours, in our class",
+    ("selection/sharded_key_cache.py", "self.dcp_rank"): "the same",
+    ("selection/sharded_key_cache.py", "HookRegistry.register"): "called by tests alone: servers refuse sharded keys",
     ("selection/row_split_decode.py", "__setattr__(metadata.attn_metadata, ...)"): "carried: `_nsa_dcp_narrowed`",
 }
 

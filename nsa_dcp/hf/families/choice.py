@@ -7,7 +7,7 @@ from nsa_dcp.hf.families.kv_heads import KvHeadAttention, kv_head_shape
 from nsa_dcp.hf.families.sparse import SparseAttention, sparse_shape
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.hf.step import Step
-from nsa_dcp.kv_head_config import KvHeadShape
+from nsa_dcp.kv_heads.config import KvHeadShape
 from nsa_dcp.planning.kv_heads.dims import KV_HEAD_ARCHITECTURES
 from nsa_dcp.planning.prefill_ways import PrefillRule
 

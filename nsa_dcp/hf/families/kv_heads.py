@@ -13,10 +13,10 @@ import torch
 from nsa_dcp import comm
 from nsa_dcp.cache import KeyValueCache
 from nsa_dcp.config import CacheConfig
-from nsa_dcp.context_attention import LocalContext, attend_cached, attend_extended
 from nsa_dcp.hf.ranks import Ranks
 from nsa_dcp.hf.step import Step
-from nsa_dcp.kv_head_config import KvHeadShape
+from nsa_dcp.kv_heads.config import KvHeadShape
+from nsa_dcp.kv_heads.context_attention import LocalContext, attend_cached, attend_extended
 from nsa_dcp.layout import local_seq_lens
 from nsa_dcp.planning.kv_heads.sizes import kv_head_of
 from nsa_dcp.planning.prefill_ways import PrefillRule

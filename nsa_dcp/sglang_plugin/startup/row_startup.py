@@ -11,23 +11,19 @@ from nsa_dcp.sglang_plugin import patches
 from nsa_dcp.sglang_plugin.compat import require
 from nsa_dcp.sglang_plugin.startup.selection_agreement import select_alike_on_every_rank
 from nsa_dcp.sglang_plugin.startup.served_sizes import gather_buffer_pages
-from nsa_dcp.transport import DEFAULT_WIRE, VARIABLE, chosen_transport
 
 
 def check_row_prefill() -> None:
     """Refuse what prefills by rows cannot be combined with, and no command says.
 
     Raises:
-        RuntimeError: selections are broadcast, or exchanges go over a wire.
+        RuntimeError: selections are broadcast.
     """
     from sglang.srt.environ import envs
 
     # It would hand the first rank's selections, which are of its own rows alone, to all ranks.
     broadcast = envs.SGLANG_DSA_TOPK_BROADCAST.get()
     require(not broadcast, "selections that are not broadcast with NSA_DCP_PREFILL", "SGLANG_DSA_TOPK_BROADCAST")
-    # Its backend tells the layers for good what this one tells them in each forward.
-    wired = chosen_transport() != DEFAULT_WIRE
-    require(not wired, f"exchanges by {DEFAULT_WIRE} with NSA_DCP_PREFILL", f"{VARIABLE}={chosen_transport()}")
 
 
 def build_row_backend(model_runner: Any, parallel: Any, way: str) -> Any:

@@ -111,7 +111,7 @@ def test_broadcast_selections_stop_it(made, build, runner, monkeypatch):
 def test_a_wire_stops_it(made, build, runner, monkeypatch):
     monkeypatch.setenv("NSA_DCP_PREFILL", "auto")
     monkeypatch.setenv("NSA_DCP_WIRE", "peer")
-    with pytest.raises(RuntimeError, match="exchanges by nccl with NSA_DCP_PREFILL, found NSA_DCP_WIRE=peer"):
+    with pytest.raises(ValueError, match="NSA_DCP_PREFILL=auto with NSA_DCP_WIRE=peer"):
         build(runner)
     assert made == []
 

@@ -24,7 +24,8 @@ def find_prefill_problems(settings: ServerSettings) -> list[Problem]:
         reason = "with prefill context parallelism every rank has rows of its own already; the choice is TP-DCP's"
         return [Problem(f"{PREFILL_VARIABLE}={asked} with --enable-prefill-cp", reason, _UNSET)]
     if settings.wire == "peer" and asked != "queries":
-        reason = "the backend that prefills by rows exchanges over NCCL alone"
+        # One backend tells the layers so for good, the other in each forward.
+        reason = "either tells sglang's layers otherwise who gathers heads"
         advice = advise(
             drop(WIRE_VARIABLE, said=f"unset {WIRE_VARIABLE}"), drop(PREFILL_VARIABLE, said=f"unset {PREFILL_VARIABLE}")
         )
