@@ -15,7 +15,7 @@ from nsa_dcp_kernels.reference import owned_slots
 
 STORAGE_DTYPES = {
     "float32": torch.float32,
-    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
     "fp8_e4m3": torch.uint8,
 }
 

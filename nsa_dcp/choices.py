@@ -17,8 +17,8 @@ SELECTIONS = ("replicated", "row_split")
 PREFILL_WAYS = ("queries", "rows", "auto")
 # Every token's on every rank, or each token's on the rank that owns its latents.
 INDEX_KEYS = ("replicated", "sharded")
-# Of the embedded engine's caches. Servers and the planner have no float32 one, and servers spell bf16 as sglang does.
-KV_CACHE_DTYPES = ("float32", "bf16", "fp8_e4m3")
+# Of the embedded engine's caches. Servers and the planner have no float32 one.
+KV_CACHE_DTYPES = ("float32", "bfloat16", "fp8_e4m3")
 
 
 def chosen_wire(environ: Mapping[str, str] = os.environ) -> str:

@@ -18,8 +18,8 @@ class ModelShape:
     """
 
     architecture: str
-    num_layers: int
-    num_heads: int
+    num_hidden_layers: int
+    num_attention_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
     index_head_dim: int
@@ -114,19 +114,19 @@ class DcpConfig:
             ValueError: its heads cannot be split over `tp_size` ranks.
             NotImplementedError: a DCP group would gather more heads than FlashMLA takes.
         """
-        if shape.num_heads % self.tp_size:
+        if shape.num_attention_heads % self.tp_size:
             raise ValueError(
-                f"tp_size must divide the model's {shape.num_heads} attention heads, got {self.tp_size}; "
-                f"{_divisors(shape.num_heads)} would work"
+                f"tp_size must divide the model's {shape.num_attention_heads} attention heads, got {self.tp_size}; "
+                f"{_divisors(shape.num_attention_heads)} would work"
             )
-        gathered = shape.num_heads // self.tp_size * self.dcp_size
+        gathered = shape.num_attention_heads // self.tp_size * self.dcp_size
         if self.mode == "cp":
-            gathered = shape.num_heads
+            gathered = shape.num_attention_heads
         if gathered > MAX_GATHERED_HEADS:
             raise NotImplementedError(
                 f"a DCP group must gather at most {MAX_GATHERED_HEADS} heads, the most FlashMLA takes, got {gathered} "
-                f"({shape.num_heads} heads, tp_size {self.tp_size}, dcp_size {self.dcp_size}); a larger tp_size, or a "
-                "smaller dcp_size, would work"
+                f"({shape.num_attention_heads} heads, tp_size {self.tp_size}, dcp_size {self.dcp_size}); a larger "
+                "tp_size, or a smaller dcp_size, would work"
             )
 
 
@@ -134,7 +134,7 @@ class DcpConfig:
 class CacheConfig:
     """How much a rank caches.
 
-    kv_cache_dtype: "float32", "bf16" or "fp8_e4m3" (packed, 656 bytes a token and layer).
+    kv_cache_dtype: "float32", "bfloat16" or "fp8_e4m3" (packed, 656 bytes a token and layer).
     max_total_tokens: tokens of all requests together that the pool must hold, over the whole DCP group.
     """
 

@@ -16,7 +16,7 @@ from nsa_dcp.hf.weight_checks import check_finite, check_names_and_shapes, check
 from nsa_dcp.kv_heads.config import KvHeadShape
 from nsa_dcp.planning.config_fields import read_json_object
 
-COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
+COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # transformers would load the model that an adapter was made for, from wherever that is.
 _ADAPTER = "adapter_config.json"
 
@@ -104,7 +104,7 @@ def load_model(directory: Path, dtype: str, device: torch.device) -> nn.Module:
 
     Args:
         directory: from `resolve_checkpoint`.
-        dtype: "float64", "float32" or "bf16": weights and activations.
+        dtype: "float64", "float32" or "bfloat16": weights and activations.
         device: where.
 
     Raises:
@@ -115,7 +115,7 @@ def load_model(directory: Path, dtype: str, device: torch.device) -> nn.Module:
 
     disable_progress_bar()
     # The eager experts read which of them are hit back to the host, which no graph can capture.
-    on_gpu = "grouped_mm" if dtype == "bf16" else "batched_mm"
+    on_gpu = "grouped_mm" if dtype == "bfloat16" else "batched_mm"
     experts = on_gpu if device.type == "cuda" else "eager"
     model, report = AutoModelForCausalLM.from_pretrained(
         directory,

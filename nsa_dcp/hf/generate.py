@@ -82,7 +82,7 @@ def run_generate(args: argparse.Namespace) -> int:
     check_lengths(prompts, args.max_new_tokens, checkpoint.context_length)
     dtype = args.dtype
     if dtype == "auto":
-        dtype = "bf16" if args.device == "cuda" else "float32" if args.kv_cache_dtype == "float32" else "float64"
+        dtype = "bfloat16" if args.device == "cuda" else "float32" if args.kv_cache_dtype == "float32" else "float64"
     checkpoint.check_values(dtype)
     pool = _tokens_at_once(prompts, args, config) if args.max_total_tokens is None else args.max_total_tokens
     job = GenerateJob(
@@ -155,7 +155,7 @@ def generate_on_rank(rank: int, send: Callable[[object], None], job: GenerateJob
     device = torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     model = load_model(job.directory, job.dtype, device)
     ranks = join_groups(job.config, rank, job.timeout_s)
-    ranks = lay_wire(ranks, model_shape(model).num_heads, len(job.prompts), device)
+    ranks = lay_wire(ranks, model_shape(model).num_attention_heads, len(job.prompts), device)
     engine = Engine(model, ranks, job.cache)
     run_decode = None
     if job.cuda_graph:
@@ -313,10 +313,10 @@ def check_lengths(prompts: list[list[int]], max_new_tokens: int, context_length:
 def _check_served_on_cuda(kv_cache_dtype: str, dtype: str) -> None:
     if kv_cache_dtype == "float32":
         raise NotImplementedError(
-            "kv_cache_dtype must be bf16 or fp8_e4m3 on cuda, the rows that FlashMLA reads, got float32"
+            "kv_cache_dtype must be bfloat16 or fp8_e4m3 on cuda, the rows that FlashMLA reads, got float32"
         )
     if dtype == "float64":
-        raise NotImplementedError("dtype must be bf16 or float32 on cuda, got float64")
+        raise NotImplementedError("dtype must be bfloat16 or float32 on cuda, got float64")
 
 
 def _tokens_at_once(prompts: list[list[int]], args: argparse.Namespace, config: DcpConfig) -> int:

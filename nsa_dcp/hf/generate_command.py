@@ -8,7 +8,7 @@ from nsa_dcp.choices import COMM_BACKENDS, CP_STRATEGIES, INDEX_KEYS, KV_CACHE_D
 from nsa_dcp.command_line import dtype_argument, dtype_metavar
 from nsa_dcp.hf.tiny import KV_HEAD_NAMES, NAMES
 
-_DTYPES = ("auto", "float64", "float32", "bf16")
+_DTYPES = ("auto", "float64", "float32", "bfloat16")
 
 
 def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -51,8 +51,8 @@ def add_generate_parser(subparsers: argparse._SubParsersAction) -> None:
         type=dtype_argument(_DTYPES),
         metavar=dtype_metavar(_DTYPES),
         default="auto",
-        help="of weights and activations; attention on cuda is bf16 in any case. auto: bf16 on cuda; on cpu float32, "
-        "and float64 with a rounding cache, so that a byte never depends on the order of a sum",
+        help="of weights and activations; attention on cuda is bfloat16 in any case. auto: bfloat16 on cuda; on cpu "
+        "float32, and float64 with a rounding cache, so that a byte never depends on the order of a sum",
     )
     add("--disable-cuda-graph", action="store_true", help="run decode steps eagerly on cuda")
     add("--seed", type=int, default=0, help="of a tiny model's weights")

@@ -79,7 +79,7 @@ def generate_unmodified(
         prompt_ids: the prompt.
         max_new_tokens: at most.
         eos_ids: ids that end the generation; they are part of it.
-        kv_cache_dtype: "float32" caches as computed, "bf16" and "fp8_e4m3" what a cache of that format reads back.
+        kv_cache_dtype: "float32" caches as computed, "bfloat16" and "fp8_e4m3" what a cache of that format reads back.
         on_logits: called with the [vocab] logits of each generated token.
 
     Returns:

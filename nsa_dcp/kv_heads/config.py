@@ -12,9 +12,9 @@ class KvHeadShape:
     """The dimensions that decide how a model can be split. Every layer has them."""
 
     architecture: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
 
     def __post_init__(self) -> None:
@@ -23,9 +23,10 @@ class KvHeadShape:
                 f"architecture {self.architecture} is not supported: of models with KV heads nsa-dcp knows "
                 f"{', '.join(KV_HEAD_ARCHITECTURES)}"
             )
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_key_value_heads must divide the {self.num_heads} attention heads, got {self.num_kv_heads}"
+                f"num_key_value_heads must divide the {self.num_attention_heads} attention heads, "
+                f"got {self.num_key_value_heads}"
             )
 
     def check_split(self, config: DcpConfig) -> None:
@@ -48,18 +49,18 @@ class KvHeadShape:
                 f"index_keys must be replicated for models with KV heads, which have none, got {config.index_keys}"
             )
         span = config.tp_size
-        if self.num_heads % span:
-            raise ValueError(f"tp_size must divide the model's {self.num_heads} attention heads, got {span}")
-        useful = useful_dcp_sizes(span, self.num_kv_heads)
+        if self.num_attention_heads % span:
+            raise ValueError(f"tp_size must divide the model's {self.num_attention_heads} attention heads, got {span}")
+        useful = useful_dcp_sizes(span, self.num_key_value_heads)
         if config.dcp_size == 1 or config.dcp_size in useful:
             return
-        held = f"{self.num_kv_heads} KV heads on {span} ranks"
+        held = f"{self.num_key_value_heads} KV heads on {span} ranks"
         if useful:
             raise ValueError(
                 f"dcp_size must divide tp_size / num_key_value_heads, so that a DCP group holds one KV head, got "
                 f"dcp_size {config.dcp_size} with {held}; {', '.join(map(str, useful))} would work"
             )
-        wider = smallest_useful_tp_size(self.num_kv_heads, self.num_heads)
+        wider = smallest_useful_tp_size(self.num_key_value_heads, self.num_attention_heads)
         raise ValueError(
             f"dcp_size must be 1 where no KV head lies on two ranks, as nothing is gained there, got dcp_size "
             f"{config.dcp_size} with {held}" + (f"; from tp_size {wider} on it would gain" if wider else "")

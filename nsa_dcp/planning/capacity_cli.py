@@ -17,9 +17,11 @@ from nsa_dcp.planning.dimensions import PRESETS, ModelDims, preset_dims, read_co
 from nsa_dcp.planning.index_key_choice import (
     SHARDED_NOTE,
     add_index_keys_argument,
+    add_index_shards_argument,
     compare,
     describe_other,
     plan_other,
+    read_index_keys,
     shards_of,
 )
 from nsa_dcp.planning.kv_heads.dims import KV_HEAD_PRESETS
@@ -71,6 +73,7 @@ def add_plan_parser(subparsers: argparse._SubParsersAction) -> argparse.Argument
     add_index_keys_argument(
         parser, "every token's on every rank, as served by default, or with the tokens; the other is shown too"
     )
+    add_index_shards_argument(parser)
     parser.add_argument("--draft-layers", type=int, help="MTP layers kept in the pool; default 0")
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
     parser.add_argument("--context", type=int, help="tokens of the CP-DCP gather buffer; default: the largest context")
@@ -105,6 +108,7 @@ def run_plan(args: argparse.Namespace) -> int:
                 f"context must be at most {model.max_context}, the longest of {model.name}, got {args.context}"
             )
         dtypes = KV_CACHE_DTYPES if args.kv_cache_dtype == "both" else (args.kv_cache_dtype,)
+        args.index_keys = read_index_keys(args.index_keys, args.index_shards, args.dcp_size or [args.tp_size])
         if args.gpu_memory_gib is None:
             text = _answer_for_cards(args, model)
         else:

@@ -20,6 +20,34 @@ def add_index_keys_argument(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--index-keys", choices=INDEX_KEYS, default=INDEX_KEYS[0], help=what)
 
 
+def add_index_shards_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--index-shards`, what `--index-keys` was called in 0.1; not in the help, and to go in 0.3."""
+    parser.add_argument("--index-shards", type=int, help=argparse.SUPPRESS)
+
+
+def read_index_keys(index_keys: str, index_shards: int | None, dcp_sizes: Sequence[int]) -> str:
+    """The choice that was made, by either name.
+
+    Args:
+        index_keys: of `--index-keys`.
+        index_shards: of `--index-shards`; None where it is not given.
+        dcp_sizes: those that are planned.
+
+    Raises:
+        ValueError: a number of shards between one and all ranks, which nothing runs.
+    """
+    if index_shards is None:
+        return index_keys
+    if index_shards == 1:
+        return "replicated"
+    if index_shards < max(dcp_sizes, default=1):
+        raise ValueError(
+            f"index_shards must be 1 or at least every dcp size: --index-keys replicated or sharded says it now, "
+            f"got {index_shards}"
+        )
+    return "sharded"
+
+
 def shards_of(index_keys: str, ranks: int) -> int:
     """`index_shards` of `capacity.plan`, for groups of up to `ranks`."""
     return ranks if index_keys == "sharded" else 1

@@ -164,9 +164,9 @@ ROUNDED_SPLITS += ("cp-dcp2-zigzag", "cp-dcp4-interleave", "cp-dcp4-zigzag", "cp
 @pytest.mark.parametrize("split", ROUNDED_SPLITS)
 def test_bf16_cache_stays_within_rounding_of_the_unmodified_model(name, split, tiny_checkpoint, unmodified):
     directory, config = tiny_checkpoint(name), SPLITS[split]
-    results = run(directory, config, cache=CacheConfig("bf16", 4096), dtype="float64")
+    results = run(directory, config, cache=CacheConfig("bfloat16", 4096), dtype="float64")
     # Exactly what the unmodified model computes from rounded caches, ...
-    check_against_unmodified(results, directory, unmodified, "float64", "bf16", tolerance=1e-4)
+    check_against_unmodified(results, directory, unmodified, "float64", "bfloat16", tolerance=1e-4)
     # ... which is near what it computes from exact ones: at the first generated token, where both have seen the same.
     for prompt, logits in zip(make_prompts(), results[0]["logits"]):
         _, exact = unmodified(directory, "float64", tuple(prompt), MAX_NEW_TOKENS, "float32")

@@ -70,8 +70,11 @@ def test_the_report_has_tokens_and_what_each_rank_holds(index_keys, checkpoint, 
         (["--timeout", "nan"], "timeout must be above 0"),
         (["--timeout", "inf"], "timeout must be above 0"),
         (["--max-new-tokens", "16385"], "prompts must fit the model's context of 16384 tokens, got 1 tokens and up to"),
-        (["--device", "cuda", "--kv-cache-dtype", "float32"], "kv_cache_dtype must be bf16 or fp8_e4m3 on cuda, the"),
-        (["--device", "cuda", "--dtype", "float64"], "dtype must be bf16 or float32 on cuda, got float64"),
+        (
+            ["--device", "cuda", "--kv-cache-dtype", "float32"],
+            "kv_cache_dtype must be bfloat16 or fp8_e4m3 on cuda, the",
+        ),
+        (["--device", "cuda", "--dtype", "float64"], "dtype must be bfloat16 or float32 on cuda, got float64"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

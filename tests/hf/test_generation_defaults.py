@@ -180,7 +180,7 @@ def test_a_crash_is_not_a_difference(copy, run, monkeypatch):
     assert error.splitlines()[-1].startswith("nsa-dcp generate: ended by a fault of nsa-dcp's own, KeyError")
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bf16", "float32"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bfloat16", "float32"])
 def test_a_token_whose_latent_is_zero_is_cached_counted_and_answered_right(kv_cache_dtype, copy, run):
     """Token 2 is the padding token, whose embedding is zero; its FP8 tiles have no largest value to divide by."""
     words = ["--check", "--dcp-size", "2", "--kv-cache-dtype", kv_cache_dtype]

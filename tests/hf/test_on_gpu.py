@@ -61,7 +61,7 @@ def directories(tiny_checkpoint):
 @pytest.fixture(scope="module")
 def alone(directories):
     """What one rank does eagerly in float32 arithmetic, by model and cache."""
-    keys = [(name, kv) for name in PROMPTS for kv in ("fp8_e4m3", "bf16")]
+    keys = [(name, kv) for name in PROMPTS for kv in ("fp8_e4m3", "bfloat16")]
     jobs = [job(directories[name], name, DcpConfig(), kv, graph=False) for name, kv in keys]
     return {key: results[0] for key, results in zip(keys, run(1, jobs))}
 
@@ -82,7 +82,7 @@ def find_differences(what: str, prompts: list[list[int]], got: dict, want: dict)
 def test_one_gpu_generates_what_the_unmodified_model_does_on_a_cpu(alone, directories, unmodified):
     differences = []
     for name in PROMPTS:
-        for kv_cache_dtype in ("fp8_e4m3", "bf16"):
+        for kv_cache_dtype in ("fp8_e4m3", "bfloat16"):
             got = alone[name, kv_cache_dtype]
             wanted = [
                 unmodified(directories[name], "float32", tuple(prompt), MAX_NEW_TOKENS, kv_cache_dtype)
@@ -124,14 +124,14 @@ def test_tokens_agree_across_ranks_modes_caches_graph_and_eager(num_ranks, direc
         ("tp eager", tp, "fp8_e4m3", False, "float32", 8192),
         ("tp graph", tp, "fp8_e4m3", True, "float32", 8192),
         ("tp ag_rs graph, small chunks", ag_rs, "fp8_e4m3", True, "float32", 100),
-        ("tp graph, bf16 cache", tp, "bf16", True, "float32", 8192),
+        ("tp graph, bf16 cache", tp, "bfloat16", True, "float32", 8192),
         ("cp interleave graph", cp, "fp8_e4m3", True, "float32", 8192),
-        ("cp zigzag eager, bf16 cache", zigzag, "bf16", False, "float32", 8192),
+        ("cp zigzag eager, bf16 cache", zigzag, "bfloat16", False, "float32", 8192),
         ("sharded index keys, tp eager", sharded_tp, "fp8_e4m3", False, "float32", 100),
         ("sharded index keys, tp graph", sharded_tp, "fp8_e4m3", True, "float32", 8192),
-        ("sharded index keys, cp zigzag graph, bf16 cache", sharded_zigzag, "bf16", True, "float32", 8192),
-        ("bf16 arithmetic, tp eager", tp, "fp8_e4m3", False, "bf16", 8192),
-        ("bf16 arithmetic, tp graph", tp, "fp8_e4m3", True, "bf16", 8192),
+        ("sharded index keys, cp zigzag graph, bf16 cache", sharded_zigzag, "bfloat16", True, "float32", 8192),
+        ("bf16 arithmetic, tp eager", tp, "fp8_e4m3", False, "bfloat16", 8192),
+        ("bf16 arithmetic, tp graph", tp, "fp8_e4m3", True, "bfloat16", 8192),
     ]
     named = [(name, split) for name in PROMPTS for split in splits]
     jobs = [job(directories[name], name, *split[1:]) for name, split in named]
@@ -139,7 +139,7 @@ def test_tokens_agree_across_ranks_modes_caches_graph_and_eager(num_ranks, direc
     for (name, split), wanted, results in zip(named, jobs, run(num_ranks, jobs)):
         what = f"{name}, {split[0]}"
         want = alone[name, split[2]]
-        if split[4] == "bf16":
+        if split[4] == "bfloat16":
             # bf16 arithmetic may part from one rank's; a graph's replay must not part from the eager step.
             want = eager_bf16.setdefault(name, results[0])
         differences += find_differences(what, wanted["prompts"], results[0], want)

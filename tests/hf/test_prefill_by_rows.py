@@ -35,7 +35,7 @@ CONFIGS = {
     "tp4-dcp2": DcpConfig(tp_size=4, dcp_size=2),
 }
 # Compute dtype of each cache: with a rounding one float64, so that no sum's order moves a byte.
-COMPUTE = {"float32": "float32", "bf16": "float64", "fp8_e4m3": "float64"}
+COMPUTE = {"float32": "float32", "bfloat16": "float64", "fp8_e4m3": "float64"}
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ def expect_bytes(engine: Engine, step: dict) -> dict[str, int]:
 
 
 CASES = [(GLM, split, "fp8_e4m3") for split in CONFIGS] + [(GLM, split, "float32") for split in CONFIGS]
-CASES += [(DEEPSEEK, "dcp4", "fp8_e4m3"), (DEEPSEEK, "dcp2", "float32"), (DEEPSEEK, "tp4-dcp2", "bf16")]
-CASES += [(GLM, "dcp2", "bf16")]
+CASES += [(DEEPSEEK, "dcp4", "fp8_e4m3"), (DEEPSEEK, "dcp2", "float32"), (DEEPSEEK, "tp4-dcp2", "bfloat16")]
+CASES += [(GLM, "dcp2", "bfloat16")]
 
 
 @pytest.mark.parametrize(("name", "split", "kv_cache_dtype"), CASES)

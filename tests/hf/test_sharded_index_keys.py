@@ -61,7 +61,7 @@ def test_a_group_of_three_equals_the_unmodified_model(name, split, tiny_checkpoi
 
 
 @pytest.mark.parametrize("name", [GLM, DEEPSEEK])
-@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp8_e4m3"])
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3"])
 @pytest.mark.parametrize("split", ROUNDED)
 def test_rounding_caches_give_what_the_unmodified_model_computes_from_rounded_ones(
     name, split, kv_cache_dtype, tiny_checkpoint, unmodified

@@ -180,11 +180,11 @@ def test_a_row_of_each_storage_takes_the_bytes_it_is_charged():
     """Index keys are charged in full on every rank. Source: sgl-project/sglang 33912."""
     latent = {name: LatentCache(2, 64, dtype, CPU, 4, 0) for name, dtype in STORAGE_DTYPES.items()}
     assert {name: cache.bytes_per_row for name, cache in latent.items()} == {
-        "float32": 2304, "bf16": 1152, "fp8_e4m3": 656,
+        "float32": 2304, "bfloat16": 1152, "fp8_e4m3": 656,
     }  # fmt: skip
     index = {name: IndexKeyCache([0, 3, 5], 64, dtype, CPU, 4) for name, dtype in STORAGE_DTYPES.items()}
     assert {name: cache.bytes_per_token for name, cache in index.items()} == {
-        "float32": 3 * 512, "bf16": 3 * 256, "fp8_e4m3": 3 * 132,
+        "float32": 3 * 512, "bfloat16": 3 * 256, "fp8_e4m3": 3 * 132,
     }  # fmt: skip
     slots = (64 + 64) * 4
     for name in STORAGE_DTYPES:

@@ -8,8 +8,8 @@ from nsa_dcp.config import ARCHITECTURES, CacheConfig, DcpConfig, ModelShape
 
 GLM = {
     "architecture": "GlmMoeDsaForCausalLM",
-    "num_layers": 4,
-    "num_heads": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 64,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "index_head_dim": 128,
@@ -97,7 +97,7 @@ def test_a_deployment_that_works_is_accepted(fields, cp_size):
 def test_heads_that_tp_cannot_split_are_refused():
     message = "tp_size must divide the model's 6 attention heads, got 4; 1, 2, 3, 6 would work"
     with pytest.raises(ValueError, match=refusal(message)):
-        DcpConfig(tp_size=4, dcp_size=2).check_model(shape(num_heads=6))
+        DcpConfig(tp_size=4, dcp_size=2).check_model(shape(num_attention_heads=6))
 
 
 def test_more_heads_than_flashmla_takes_are_refused():
@@ -106,7 +106,7 @@ def test_more_heads_than_flashmla_takes_are_refused():
         "8); a larger tp_size, or a smaller dcp_size, would work"
     )
     with pytest.raises(NotImplementedError, match=refusal(message)):
-        DcpConfig(tp_size=8, dcp_size=8).check_model(shape(num_heads=256))
+        DcpConfig(tp_size=8, dcp_size=8).check_model(shape(num_attention_heads=256))
 
 
 @pytest.mark.parametrize(
@@ -119,15 +119,15 @@ def test_more_heads_than_flashmla_takes_are_refused():
 )
 def test_gathered_heads_are_counted_per_group(config, heads):
     """Counted unpadded, over the DCP group. Source: vllm-project/vllm 44573."""
-    DcpConfig(**config).check_model(shape(num_heads=heads))
+    DcpConfig(**config).check_model(shape(num_attention_heads=heads))
 
 
 def test_context_parallel_prefill_attends_with_all_heads():
     """Every cp rank holds every head in prefill, whatever the DCP group gathers in decode."""
     config = {"tp_size": 8, "dcp_size": 1}
-    DcpConfig(**config).check_model(shape(num_heads=256))
+    DcpConfig(**config).check_model(shape(num_attention_heads=256))
     with pytest.raises(NotImplementedError, match=r"^a DCP group must gather at most 128 heads.* got 256 \(256 heads"):
-        DcpConfig(**config, mode="cp").check_model(shape(num_heads=256))
+        DcpConfig(**config, mode="cp").check_model(shape(num_attention_heads=256))
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "(none named)"])
@@ -179,7 +179,7 @@ def test_a_model_whose_first_layer_selects_nothing_is_refused(layers, got):
     [
         pytest.param(
             {"kv_cache_dtype": "fp8_e5m2", "max_total_tokens": 1},
-            "kv_cache_dtype must be one of float32, bf16, fp8_e4m3, got 'fp8_e5m2'",
+            "kv_cache_dtype must be one of float32, bfloat16, fp8_e4m3, got 'fp8_e5m2'",
             id="dtype",
         ),
         pytest.param({"max_total_tokens": 0}, "max_total_tokens must be at least 1, got 0", id="empty-pool"),

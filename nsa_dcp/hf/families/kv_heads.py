@@ -24,7 +24,7 @@ from nsa_dcp_kernels import round_kv
 
 # Under this name transformers knows the function; it makes no mask for a name that it has none for.
 _NAME = "nsa_dcp_kv_heads"
-_STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+_STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 # Arguments of an attention function that would change what a query sees or how it is weighed.
 _UNSERVED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias")
 
@@ -49,9 +49,9 @@ def kv_head_shape(model: Any) -> KvHeadShape:
             )
     return KvHeadShape(
         architecture=(config.architectures or ["(none named)"])[0],
-        num_layers=config.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=config.num_key_value_heads,
         head_dim=head_dim,
     )
 
@@ -81,12 +81,15 @@ class KvHeadAttention:
         self.ranks = ranks
         # A row attends to its whole context: there are no selections to own.
         self.prefill_rule: PrefillRule | None = None
-        kv_heads, heads = max(shape.num_kv_heads // config.tp_size, 1), shape.num_heads // config.tp_size
-        first = kv_head_of(ranks.rank, config.tp_size, shape.num_kv_heads)
+        kv_heads, heads = (
+            max(shape.num_key_value_heads // config.tp_size, 1),
+            shape.num_attention_heads // config.tp_size,
+        )
+        first = kv_head_of(ranks.rank, config.tp_size, shape.num_key_value_heads)
         self.kv_heads = slice(first, first + kv_heads)
         self.heads = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
         self.cache = KeyValueCache(
-            shape.num_layers,
+            shape.num_hidden_layers,
             cache_config.rows(config.dcp_size),
             kv_heads,
             shape.head_dim,

@@ -26,8 +26,8 @@ def sparse_shape(model: Any) -> ModelShape:
     attentions = [getattr(layer, "self_attn", None) for layer in layers]
     return ModelShape(
         architecture=architecture if not missing else f"{architecture} (without {', '.join(missing)})",
-        num_layers=getattr(config, "num_hidden_layers", 0),
-        num_heads=getattr(config, "num_attention_heads", 0),
+        num_hidden_layers=getattr(config, "num_hidden_layers", 0),
+        num_attention_heads=getattr(config, "num_attention_heads", 0),
         kv_lora_rank=getattr(config, "kv_lora_rank", 0),
         qk_rope_head_dim=getattr(config, "qk_rope_head_dim", 0),
         index_head_dim=getattr(config, "index_head_dim", 0),
@@ -57,17 +57,17 @@ class SparseAttention:
             dtype = torch.float64
         # A bf16 cache rounds the latents; index keys it keeps as the model computes them.
         index_dtype = dtype if dtype == torch.uint8 else model.dtype
-        self.latents = LatentCache(shape.num_layers, size, dtype, model.device, dcp, ranks.dcp_rank)
+        self.latents = LatentCache(shape.num_hidden_layers, size, dtype, model.device, dcp, ranks.dcp_rank)
         own_rank = ranks.dcp_rank if ranks.config.shards_index_keys else None
         self.index_keys = IndexKeyCache(list(shape.indexer_layers), size, index_dtype, model.device, dcp, own_rank)
         for index, layer in enumerate(model.model.layers):
             layer.self_attn = DcpAttention(layer.self_attn, index, ranks, self.latents, self.index_keys)
         sizes = LayerSizes(
             dcp_size=dcp,
-            heads=shape.num_heads // ranks.config.tp_size,
+            heads=shape.num_attention_heads // ranks.config.tp_size,
             row_bytes=self.latents.bytes_per_row,
             topk=shape.index_topk,
-            layers=shape.num_layers,
+            layers=shape.num_hidden_layers,
             selecting_layers=len(shape.indexer_layers),
             value_bytes=2 if model.device.type == "cuda" else model.dtype.itemsize,
             comm_backend=ranks.config.dcp_comm_backend,

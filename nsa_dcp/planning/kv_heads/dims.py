@@ -46,15 +46,15 @@ def _published(
 
 
 _QWEN3, _QWEN3_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
-_OF_QWEN = "Qwen's config.json; layers and heads as in the training scripts of THUDM/slime"
+_OF_QWEN = "its model card; layers and heads also in the training scripts of THUDM/slime"
 _PRESETS = {
     dims.name: dims
     for dims in (
         _published("qwen3-235b-a22b", _QWEN3_MOE, 94, 64, 4, 40_960, _OF_QWEN),
         _published("qwen3-30b-a3b", _QWEN3_MOE, 48, 32, 4, 40_960, _OF_QWEN),
         _published("qwen3-32b", _QWEN3, 64, 64, 8, 40_960, _OF_QWEN),
-        _published("llama-3.3-70b", "LlamaForCausalLM", 80, 64, 8, 131_072, "meta-llama/Llama-3.3-70B-Instruct"),
-        _published("glm-4.6", "Glm4MoeForCausalLM", 92, 96, 8, 202_752, "zai-org/GLM-4.6"),
+        _published("llama-3.3-70b", "LlamaForCausalLM", 80, 64, 8, 131_072, "its model card"),
+        _published("glm-4.6", "Glm4MoeForCausalLM", 92, 96, 8, 202_752, "its model card"),
         _published("minimax-m2", "MiniMaxM2ForCausalLM", 62, 48, 8, 196_608, "MiniMaxAI/MiniMax-M2, config.json"),
     )
 }

@@ -113,6 +113,18 @@ def test_plan_shows_what_the_other_choice_of_index_keys_would_hold(run, preset, 
     assert "sglang servers of this version hold replicated ones" in run(*command, "--index-keys", "sharded")[1]
 
 
+def test_the_flag_of_the_first_release_still_chooses(run):
+    command = ("plan", "--preset", "glm-5.2", "--gpu-memory-gib", "40", "--json")
+    for shards, choice in ((1, "replicated"), (8, "sharded"), (64, "sharded")):
+        assert run(*command, "--index-shards", shards) == run(*command, "--index-keys", choice)
+    two = (*command, "--dcp-size", "2")
+    assert run(*two, "--index-shards", "2") == run(*two, "--index-keys", "sharded")
+    for shards in (-1, 0, 2, 7):
+        status, _, err = run(*command, "--index-shards", shards)
+        assert (status, err.count("\n")) == (2, 1)
+        assert "--index-keys replicated or sharded says it now" in err
+
+
 def test_an_odd_group_shards_its_index_keys_over_all_its_ranks(run):
     config = PLAN + ("--tp-size", "4", "--gpus-per-node", "8", "--index-keys", "sharded", "--json")
     rows = json.loads(run(*config)[1])["rows"]
