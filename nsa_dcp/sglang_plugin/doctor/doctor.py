@@ -25,6 +25,7 @@ from nsa_dcp.sglang_plugin.admission.reading.server_command import ServerCommand
 from nsa_dcp.sglang_plugin.admission.rules.kv_head_rules import find_kv_head_problems
 from nsa_dcp.sglang_plugin.admission.rules.stock_rules import find_stock_refusals
 from nsa_dcp.sglang_plugin.admission.server_shape import count_groups, shape_of_command
+from nsa_dcp.sglang_plugin.admission.untried import list_untried
 from nsa_dcp.sglang_plugin.admission.validation import (
     HOPPER,
     SPARSE_BACKEND,
@@ -273,6 +274,7 @@ def judge_command(command: ServerCommand, model: ModelFacts, source: str, *, dsa
     if settings.context_length and not 0 < settings.context_length <= model.context_length:
         # Past the model's own, sglang asks how its positions are scaled.
         unjudged = ("--context-length", *unjudged)
+    notes += list_untried(settings)
     return CommandVerdict("nsa-dcp", tuple(facts), (), (*notes, stock_checks), unjudged)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from nsa_dcp.planning.served_format import PAGE_SIZE, head_bucket, row_bytes
 from nsa_dcp.sglang_plugin import patches, resolution
 from nsa_dcp.sglang_plugin.admission.rules.pool_limits import find_pool_problems, find_step_problems
+from nsa_dcp.sglang_plugin.admission.untried import list_untried
 from nsa_dcp.sglang_plugin.admission.validation import (
     SPARSE_BACKEND,
     describe_problems,
@@ -79,6 +80,8 @@ def build_backend(model_runner: Any, stock: Callable[[Any], Any] | None) -> Any:
     check_agreement(model_runner, parallel, settings, model)
     patches.gather_index_keys_past_2_gib(model_runner.token_to_kv_pool)
     refuse_weight_updates(model_runner, settings)
+    for sentence in list_untried(settings):
+        logger.warning("nsa-dcp: %s", sentence)
     way = settings.prefill_way or "queries"
     if way != "queries":
         check_row_prefill()

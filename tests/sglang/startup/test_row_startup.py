@@ -61,6 +61,7 @@ def test_prefills_go_by_queries_unless_asked(made, build, runner, monkeypatch, c
     assert made == []
     served = log_line(caplog)
     assert served["prefill"] == "queries"
+    assert "has not run on a GPU" not in caplog.text
     assert served["buffer_budget_bytes"]["page_gather"] == served["buffer_budget_bytes"]["row_exchange"] == 0
     assert runner.model[0].indexer._get_topk_ragged.rows_kept is None
 
@@ -85,6 +86,8 @@ def test_prefills_go_by_rows_where_asked(made, build, runner, monkeypatch, caplo
     assert sizes.selections_travel
     served = log_line(caplog)
     assert served["prefill"] == asked
+    (warned,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"NSA_DCP_PREFILL={asked} has not run on a GPU yet" in warned
     budget = served["buffer_budget_bytes"]
     assert budget["page_gather"] == pages * 64 * sizes.row_bytes * (SIZE + 1)
     assert budget["row_exchange"] > 0
