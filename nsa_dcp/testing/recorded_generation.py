@@ -101,8 +101,10 @@ def _record_selections() -> list[tuple]:
             # A captured step selects only when it is replayed, which nothing here sees.
             if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
                 layer, step = running[0]
-                first_pages = step.page_table[step.row_request.long(), 0]
-                calls.append((layer, first_pages.cpu(), step.context_lens.cpu(), rows.cpu(), rows is not selected))
+                # By rows, a rank selects for its own alone.
+                own = step.rows.own if step.rows else slice(None)
+                first_pages, seen = step.page_table[step.row_request[own].long(), 0], step.context_lens[own]
+                calls.append((layer, first_pages.cpu(), seen.cpu(), rows.cpu(), rows is not selected))
             return selected
 
         return run
