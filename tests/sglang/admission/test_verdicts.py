@@ -202,6 +202,13 @@ REFUSED = [
     f"{launch_commands.F} --attention-backend fa3",
     f"{launch_commands.F} --dsa-decode-backend fa3",
     f"{launch_commands.F} --enable-memory-saver",
+    f"NSA_DCP_INDEX_KEYS=sharded {launch_commands.F}",
+    f"NSA_DCP_INDEX_KEYS=some {launch_commands.F}",
+    f"NSA_DCP_WIRE=tcp {launch_commands.F}",
+    f"NSA_DCP_WIRE=peer {launch_commands.F} --dcp-replicate-q-proj",
+    f"NSA_DCP_WIRE=peer NSA_DCP_PREFILL=auto {launch_commands.F}",
+    f"NSA_DCP_PREFILL=row {launch_commands.F}",
+    f"NSA_DCP_PREFILL=rows {launch_commands.CP}",
     *(
         f"python -m sglang.launch_server --model-path {flags}"
         for flags in (
