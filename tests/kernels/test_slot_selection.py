@@ -156,7 +156,7 @@ def test_where_more_reach_the_bound_than_are_held_each_row_is_written_alone(smal
     for width in (900, 333):
         scores, lengths = draw_scores(kind, 1, width, 32), torch.tensor([width - 3])
         around = torch.full((3, 29), -7, dtype=torch.int32)
-        kernels._launch(scores, lengths, 29, None, None, None, 64, around[1:2])
+        kernels._launch(scores, lengths, 29, None, None, None, 64, around[1:2], None)
         wanted = reference.select_slots(scores, lengths, 29, None, None, None, 64)
         assert_bitwise_equal(around, torch.cat([torch.full_like(wanted, -7), wanted, torch.full_like(wanted, -7)]))
     assert bool(searched) == (kind != "rising")
