@@ -39,7 +39,7 @@ def sharded():
 
 
 @pytest.mark.parametrize("draft_layers", [0, 1], ids=["no draft", "one draft layer"])
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bf16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "bfloat16"])
 @pytest.mark.parametrize("dcp_size", SIZES, ids=lambda size: f"dcp {size}")
 @pytest.mark.parametrize("config", [pytest.param(GLM, id="glm-5.2"), pytest.param(DEEPSEEK, id="deepseek-v3.2")])
 def test_sglang_sizes_the_planned_pool(
